@@ -1,0 +1,24 @@
+# `make demo` and `make test` need nothing but Python 3.11 and make: they create .venv themselves.
+SHELL := /bin/bash
+PY := .venv/bin/python
+export OMP_NUM_THREADS := 1
+
+.PHONY: env demo test lint clean
+
+env:
+	@.ci/env.sh
+
+demo: env  ## a surge on a real PD stack, stock SGLang against Basin; results in out/demo
+	$(PY) benchmarks/surge_demo.py $(DEMO_ARGS)
+
+lint: env
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	.venv/bin/lint-imports
+
+test: lint  ## everything CI runs
+	$(PY) -m pytest
+
+clean:
+	rm -rf .venv out

@@ -1,0 +1,245 @@
+"""Basin's configuration: one frozen record, one table of options.
+
+`OPTIONS` is the authority. Flags (`--basin-*`), the TOML file (`--basin-config`), the environment variable that
+carries the configuration into SGLang's subprocesses and the README's table are all made from it. Basin is *on* when
+a configuration exists at all; with none, `engine.plugin` registers no hook.
+
+This module imports neither sglang nor torch: launchers and tests read it without paying for an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT_VARIABLE = "BASIN_CONFIG"
+"""Set to the configuration's JSON by the launchers; absent means Basin is off."""
+
+
+class ConfigError(ValueError):
+    """A wrong option: the message names the option and the mend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One row of the option table.
+
+    `name` is the field of `BasinConfig` (and, with dashes, the flag), `parse` turns a flag's text into the value,
+    `check` returns what is wrong with a value or None, `why` gives the reason for the default.
+    """
+
+    name: str
+    parse: Callable[[str], Any]
+    types: tuple[type, ...]
+    default: Any
+    help: str
+    why: str
+    check: Callable[[Any], str | None] = lambda value: None
+
+    @property
+    def flag(self) -> str:
+        return "--basin-" + self.name.replace("_", "-")
+
+
+def _one_of(*choices: str) -> Callable[[Any], str | None]:
+    return lambda value: None if value in choices else f"must be one of {', '.join(choices)}"
+
+
+def _at_least(low: float) -> Callable[[Any], str | None]:
+    return lambda value: None if value is None or value >= low else f"must be at least {low:g}"
+
+
+def _between(low: float, high: float) -> Callable[[Any], str | None]:
+    return lambda value: None if low <= value <= high else f"must be between {low:g} and {high:g}"
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        name="admission",
+        parse=str,
+        types=(str,),
+        default="current",
+        help="rule at the door: 'current' reserves each live session's current context, 'off' lets every call pass",
+        why="the crudest rule that already keeps the stack out of the trap",
+        check=_one_of("current", "off"),
+    ),
+    Option(
+        name="budget_tokens",
+        parse=int,
+        types=(int, type(None)),
+        default=None,
+        help="working set, in tokens, up to which new sessions enter at once",
+        why="unset: the size of prefill's KV pool, what the cache can hold at most",
+        check=_at_least(1),
+    ),
+    Option(
+        name="idle_timeout_s",
+        parse=float,
+        types=(float, int),
+        default=600.0,
+        help="a session without a call in flight for this long has ended",
+        why="no coding client announces its end; ten minutes outlast nearly every recorded tool run",
+        check=_at_least(0.1),
+    ),
+    Option(
+        name="hold_limit_s",
+        parse=float,
+        types=(float, int),
+        default=240.0,
+        help="a call waits at the door at most this long, then is answered 503 with Retry-After",
+        why="below the time-outs of coding clients (300 s and more), so that the answer still reaches them",
+        check=_between(0.0, 3600.0),
+    ),
+    Option(
+        name="control_host",
+        parse=str,
+        types=(str, type(None)),
+        default=None,
+        help="address that prefill's control channel binds to",
+        why="unset: SGLang's own --host, the address the user already chose",
+    ),
+    Option(
+        name="control_port_offset",
+        parse=int,
+        types=(int,),
+        default=1000,
+        help="prefill's control channel listens at its bootstrap port plus this; the same on prefill and decode",
+        why="decode then finds it from the bootstrap address that each request carries, without any directory",
+        check=_between(1, 50000),
+    ),
+    Option(
+        name="max_live_sessions",
+        parse=int,
+        types=(int,),
+        default=100_000,
+        help="sessions remembered at once; above it the longest idle one is forgotten",
+        why="bounds memory (about 1 KB a session) against clients that never reuse an id",
+        check=_between(1, 10_000_000),
+    ),
+)
+
+_BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasinConfig:
+    """The validated configuration. Field meanings, units and defaults are in `OPTIONS`."""
+
+    admission: str = "current"
+    budget_tokens: int | None = None
+    idle_timeout_s: float = 600.0
+    hold_limit_s: float = 240.0
+    control_host: str | None = None
+    control_port_offset: int = 1000
+    max_live_sessions: int = 100_000
+
+    def __post_init__(self) -> None:
+        for option in OPTIONS:
+            value = getattr(self, option.name)
+            if not isinstance(value, option.types) or isinstance(value, bool):
+                expected = " or ".join(kind.__name__ for kind in option.types)
+                raise ConfigError(f"{option.flag}: expected {expected}, got {value!r}")
+            if wrong := option.check(value):
+                raise ConfigError(f"{option.flag}: {wrong}, got {value!r}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], source: str) -> BasinConfig:
+        """Build from option names; `source` names the place in errors. Raises ConfigError."""
+        for key in values:
+            if key.replace("-", "_") not in _BY_NAME:
+                raise ConfigError(f"{source}: unknown option {key!r}{_nearest(key, _BY_NAME)}")
+        return cls(**{key.replace("-", "_"): value for key, value in values.items()})
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> BasinConfig | None:
+        """The configuration a launcher left in the environment, or None when Basin is off. Raises ConfigError."""
+        text = environ.get(ENVIRONMENT_VARIABLE)
+        if not text:
+            return None
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{ENVIRONMENT_VARIABLE}: not JSON ({error})") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{ENVIRONMENT_VARIABLE}: expected a JSON object of options")
+        return cls.from_mapping(values, ENVIRONMENT_VARIABLE)
+
+
+def _nearest(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The options of a TOML file (top-level keys are option names). Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--basin-config {path}: {error}") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--basin-config {path}: not TOML ({error})") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+def flag_parser() -> argparse.ArgumentParser:
+    """A parser of the `--basin-*` flags alone, for launchers to use as a parent. Unset flags leave no attribute."""
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    group = parser.add_argument_group("Basin")
+    group.add_argument("--basin-config", type=Path, metavar="FILE", help="TOML file with any of the options below")
+    for option in OPTIONS:
+        default = "unset" if option.default is None else option.default
+        group.add_argument(
+            option.flag,
+            dest=option.name,
+            type=option.parse,
+            metavar=option.name.rsplit("_", 1)[-1].upper(),
+            help=f"{option.help} (default: {default}; {option.why})".replace("%", "%%"),
+        )
+    return parser
+
+
+def split_flags(argv: Sequence[str]) -> tuple[BasinConfig | None, list[str]]:
+    """Take the `--basin-*` flags out of `argv`.
+
+    Returns the configuration (None when no such flag is given: Basin is off) and the other arguments, untouched.
+    A flag beats the file. Raises ConfigError for unknown or wrong ones.
+    """
+    known, others = flag_parser().parse_known_args(list(argv))
+    for word in others:
+        flag = word.split("=", 1)[0]
+        if flag.startswith("--basin"):
+            flags = ["--basin-config", *(option.flag for option in OPTIONS)]
+            raise ConfigError(f"unknown flag {flag}{_nearest(flag, flags)}")
+    given = vars(known)
+    if not given:
+        return None, others
+    path = given.pop("basin_config", None)
+    values = read_file(path) if path is not None else {}
+    source = f"--basin-config {path}" if path is not None else "flags"
+    BasinConfig.from_mapping(values, source)  # the file alone must stand, so that errors name it
+    return BasinConfig.from_mapping({**{k.replace("-", "_"): v for k, v in values.items()}, **given}, source), others
+
+
+def options_markdown() -> str:
+    """The README's table of options."""
+    rows = ["| flag | default | meaning | why this default |", "| --- | --- | --- | --- |"]
+    for option in OPTIONS:
+        default = "unset" if option.default is None else f"{option.default}"
+        rows.append(f"| `{option.flag}` | {default} | {option.help} | {option.why} |")
+    return "\n".join(rows)

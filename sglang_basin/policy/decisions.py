@@ -1,0 +1,65 @@
+"""What the door answers about a call, with the numbers that led to it.
+
+A decision feeds the log, the metric and the simulator's report alike, so it carries its reason instead of leaving
+it to be guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Reason(Enum):
+    """Why a call passed, waits or was turned away. The value is the metric's label."""
+
+    NO_IDENTITY = "no_identity"
+    """The call names no session: it passes and is counted, since nothing can be reserved for it."""
+    ADMISSION_OFF = "admission_off"
+    LIVE_SESSION = "live_session"
+    """A further call of a session that has entered; such calls never queue at the door."""
+    FITS = "fits"
+    NOBODY_LIVE = "nobody_live"
+    """The head enters even over budget: with no live session nothing would ever make room for it."""
+    NO_HEADROOM = "no_headroom"
+    BEHIND_QUEUE = "behind_queue"
+    """It would fit, but sessions that came earlier wait; passing them would starve the large ones."""
+    HELD_TOO_LONG = "held_too_long"
+    SESSION_ENDED = "session_ended"
+    """The client ended the session while this call of it still waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """The call goes on to SGLang now. `waited_s` is its time at the door."""
+
+    call_id: str
+    reason: Reason
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """The call waits at the door: its session needs `need_tokens`, `free_tokens` of the budget are free."""
+
+    call_id: str
+    reason: Reason
+    need_tokens: int
+    free_tokens: int
+    ahead: int
+    """Sessions that wait before this one, at most: some of them may have given up meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The call is answered 503 now; the client may come back after `retry_after_s`."""
+
+    call_id: str
+    reason: Reason
+    waited_s: float
+    retry_after_s: float
+
+
+Decision = Admit | Queue | Refuse
+Outcome = Admit | Refuse
+"""How a wait at the door ends."""

@@ -1,0 +1,208 @@
+"""A PD node on one machine: engines and router as child processes, from start to an end that leaves nothing behind.
+
+    with Ports("127.0.0.1") as ports:
+        plan = make_plan(NodeOptions(model_path=..., decode=2, port=0), ports, cores)
+        with Node(plan) as node:
+            requests.post(node.url + "/generate", ...)
+
+`plan` decides what runs (pure), `process` and `keeper` run it, `health` watches it come up, `ports` finds ports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang_basin.config import ENVIRONMENT_VARIABLE
+from sglang_basin.node import health
+from sglang_basin.node.plan import NodeOptions, Plan, PlanError, Process, make_plan
+from sglang_basin.node.ports import PortError, Ports
+from sglang_basin.node.process import Child, Echo
+
+__all__ = ["ChildDied", "Node", "NodeOptions", "NotReady", "Plan", "PlanError", "PortError", "Ports", "make_plan"]
+
+POLL_S = 0.25
+PROGRESS_EVERY_S = 10.0
+
+Progress = Callable[[float, str], None]
+"""Called with the seconds since the start and a line on how far the node has come."""
+
+
+class ChildDied(RuntimeError):
+    """A process of the node ended by itself. The message has its name, exit code and the end of its log."""
+
+    def __init__(self, child: Child) -> None:
+        code = child.exit_code()
+        self.name = child.name
+        self.exit_code = code
+        lines = "\n".join(f"  {line}" for line in child.tail())
+        where = f" (whole log: {child.log})" if child.log else ""
+        super().__init__(f"{child.name} ended with exit code {code}; its last lines{where}:\n{lines}")
+
+
+class NotReady(TimeoutError):
+    """The node did not come up in time. The message says what was missing."""
+
+
+class Node:
+    """Runs a plan. `start` returns when a request went through the router; `stop` when no process is left.
+
+    `echo` gets every line of every child, `progress` the steps of the start. Not thread-safe: one owner.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        echo: Echo | None = None,
+        progress: Progress | None = None,
+        ready_timeout_s: float = 900.0,
+        grace_s: float = 15.0,
+    ) -> None:
+        self.plan = plan
+        self.started_in_s: float | None = None
+        self._echo = echo
+        self._progress = progress or (lambda elapsed_s, line: None)
+        self._ready_timeout_s = ready_timeout_s
+        self._grace_s = grace_s
+        self._children: dict[str, Child] = {}
+        self._start = 0.0
+
+    @property
+    def url(self) -> str:
+        return self.plan.url
+
+    def __enter__(self) -> Node:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything and wait until it routes. On any failure, stops what was started and raises.
+
+        Engines start at the same time and unpinned: importing takes most of the start and keeps every core busy.
+        """
+        self._start = time.monotonic()
+        try:
+            for engine in self.plan.engines:
+                self._launch(engine)
+            self._wait_for_engines()
+            for engine in self.plan.engines:
+                if engine.cores:
+                    self._children[engine.name].pin(engine.cores)
+            self._launch(self.plan.router)
+            self._wait_for_router()
+        except BaseException:
+            self.stop()
+            raise
+        self.started_in_s = time.monotonic() - self._start
+        self._progress(self.started_in_s, f"ready: {self.url}")
+
+    def stop(self) -> None:
+        """End every process. Returns when all are gone, within the grace period and a little. May be called again."""
+        for child in self._children.values():
+            child.ask_to_stop()
+        for child in self._children.values():
+            child.stop()
+
+    def check(self) -> None:
+        """Raises ChildDied when a process has ended by itself."""
+        for child in self._children.values():
+            if child.exit_code() is not None:
+                raise ChildDied(child)
+
+    def wait(self) -> None:
+        """Block until a process ends by itself, then raise ChildDied."""
+        while True:
+            self.check()
+            time.sleep(POLL_S)
+
+    def child(self, name: str) -> Child:
+        """The child named in the plan, for instance "prefill-0" or "router"."""
+        return self._children[name]
+
+    def describe(self) -> dict[str, Any]:
+        """Addresses, process ids and logs, as JSON-able data (the content of the ready file)."""
+
+        def entry(process: Process) -> dict[str, Any]:
+            return {
+                "name": process.name,
+                "url": process.url,
+                **({"bootstrap_port": process.bootstrap_port} if process.role == "prefill" else {}),
+                "pid": self._children[process.name].pid,
+                "log": str(process.log) if process.log else None,
+            }
+
+        return {
+            "url": self.url,
+            "router_pid": self._children["router"].pid,
+            "router_log": entry(self.plan.router)["log"],
+            "prefill": [entry(process) for process in self.plan.of("prefill")],
+            "decode": [entry(process) for process in self.plan.of("decode")],
+        }
+
+    def write_ready_file(self, path: Path) -> None:
+        """Write `describe()` to `path` in one step: whoever sees the file sees all of it."""
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w") as file:
+            json.dump(self.describe(), file, indent=2)
+        os.replace(temporary, path)
+
+    def _launch(self, process: Process) -> None:
+        if process.log:
+            process.log.parent.mkdir(parents=True, exist_ok=True)
+        inherited = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
+        child = Child(
+            process.name,
+            process.command,
+            environment={**inherited, "PYTHONUNBUFFERED": "1", **process.environment},
+            log=process.log,
+            echo=self._echo,
+            grace_s=self._grace_s,
+        )
+        self._children[process.name] = child
+        child.start()
+
+    def _wait_for_engines(self) -> None:
+        waiting = {engine.name: engine for engine in self.plan.engines}
+        told = self._say(f"starting {', '.join(waiting)}")
+        while waiting:
+            self._sleep(f"waiting for {', '.join(waiting)}")
+            for name, engine in list(waiting.items()):
+                if health.engine_is_up(engine.url):
+                    del waiting[name]
+                    told = self._say(f"{name} is up" + (f", waiting for {', '.join(waiting)}" if waiting else ""))
+            if time.monotonic() - told > PROGRESS_EVERY_S:
+                told = self._say(f"waiting for {', '.join(waiting)}")
+
+    def _wait_for_router(self) -> None:
+        engines = {engine.url for engine in self.plan.engines}
+        self._say("starting the router")
+        missing = engines
+        while missing:
+            self._sleep(f"the router has not registered {', '.join(sorted(missing))}")
+            missing = engines - {url for url, healthy in health.registered_workers(self.url).items() if healthy}
+        self._say("the router knows every engine; sending a first request")
+        wrong = health.generate_one_token(self.url)
+        while wrong is not None:
+            self._sleep(f"the router does not route yet: {wrong}")
+            wrong = health.generate_one_token(self.url)
+
+    def _say(self, line: str) -> float:
+        now = time.monotonic()
+        self._progress(now - self._start, line)
+        return now
+
+    def _sleep(self, missing: str) -> None:
+        """One step of a wait. Raises ChildDied, or NotReady with what is `missing` when the time is up."""
+        self.check()
+        if time.monotonic() - self._start > self._ready_timeout_s:
+            raise NotReady(f"the node is not ready after {self._ready_timeout_s:g} s: {missing}")
+        time.sleep(POLL_S)

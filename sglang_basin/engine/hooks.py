@@ -61,7 +61,7 @@ HOOKS: tuple[Hook, ...] = (
         kind="after",
         function="sglang_basin.engine.gate:attach",
         parameters=("self",),
-        why="pools, disaggregation queues and the tokenizer's sockets exist from here on; the event loop does not run yet",
+        why="pools, queues and the tokenizer's sockets exist from here on; the event loop does not run yet",
     ),
     Hook(
         target=f"{_RECEIVER}._pull_raw_reqs",
@@ -75,7 +75,7 @@ HOOKS: tuple[Hook, ...] = (
         kind="after",
         function="sglang_basin.engine.gate:clear_dropped_rooms",
         parameters=("self", "local_reqs"),
-        why="on every rank, behind the broadcast: the transfer tables of a call dropped at the door are kept per rank",
+        why="on every rank, behind the broadcast: transfer tables of a call dropped at the door are kept per rank",
     ),
     Hook(
         target=f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer.stream_output",
@@ -112,7 +112,6 @@ def mismatches(hooks: Iterable[Hook] = HOOKS) -> list[Mismatch]:
             problem = f"takes ({', '.join(names)}), the hook expects ({', '.join(hook.parameters)})"
             found.append(Mismatch(hook.target, problem, mend))
     return found
-
 
 
 def register(hooks: Iterable[Hook] = HOOKS) -> None:

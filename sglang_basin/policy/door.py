@@ -128,6 +128,11 @@ class Door:
         self._held_count += 1
         return self._present(call, now_s)
 
+    def present(self, call_id: str, now_s: float) -> Decision | None:
+        """Where a known call stands; None for one that is over or was never brought here."""
+        call = self._calls.get(call_id)
+        return None if call is None else self._present(call, self._advance(now_s))
+
     def prefilled(self, call_id: str, now_s: float) -> None:
         """This instance is done with the call and has handed it to a decode instance."""
         now_s = self._advance(now_s)

@@ -1,0 +1,155 @@
+"""The control channel: ZeroMQ between the gates of decode instances and the door on a prefill instance.
+
+Both ends belong to the scheduler's own thread and are polled without blocking; nothing here waits, and nothing here
+is needed for a call to be served: what cannot be delivered is dropped and counted, and the gates have their patience.
+Only msgpack of the types in `messages` is read; anything else is dropped and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from sglang_basin.engine import messages
+from sglang_basin.engine.metrics import metrics
+
+T = TypeVar("T")
+
+RECEIVE_AT_ONCE = 1024
+"""Messages taken in one turn of the scheduler's loop, so that a flood cannot hold it up."""
+
+QUEUE_MESSAGES = 10_000
+
+
+class ControlError(RuntimeError):
+    """The channel could not be opened; the message names the address and the mend."""
+
+
+def address(host: str, port: int) -> str:
+    """The ZeroMQ endpoint of a host and port, IPv6 literals included."""
+    bare = host.strip("[]")
+    return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
+
+
+def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
+    return socket
+
+
+def _drop(cause: str) -> None:
+    metrics().control_dropped.labels(cause).inc()
+
+
+def _read(raw: bytes, decode: Callable[[bytes], T]) -> T | None:
+    try:
+        return decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        _drop("garbage")
+        return None
+
+
+class PrefillEnd:
+    """Prefill's end: any number of decode gates, each known by the identity that ZeroMQ gave its connection."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Bind. Raises ControlError when the port is taken or the host is not one of this machine's addresses."""
+        self._context = zmq.Context()
+        self.socket = _socket(self._context, zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.address = address(host, port)
+        try:
+            self.socket.bind(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ControlError(
+                f"Basin's control channel cannot bind to {self.address}: {error}. Choose another bootstrap port, "
+                "--basin-control-port-offset or --basin-control-host"
+            ) from None
+
+    def receive(self) -> list[tuple[bytes, messages.FromDecode]]:
+        """What decode gates sent since the last time, with who sent it."""
+        received = []
+        for _ in range(RECEIVE_AT_ONCE):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frames) != 2:
+                _drop("garbage")
+            elif (message := _read(frames[1], messages.decode_from_decode)) is not None:
+                received.append((frames[0], message))
+        return received
+
+    def send(self, peer: bytes, message: messages.FromPrefill) -> bool:
+        """Whether the message is on its way; False when that gate is gone or does not read."""
+        try:
+            self.socket.send_multipart((peer, messages.encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            _drop("undeliverable")
+            return False
+        return True
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self._context.term()
+
+
+class DecodeEnd:
+    """Decode's end: one connection for each prefill instance it has heard of."""
+
+    def __init__(self, on_open: Callable[[zmq.Socket[bytes]], None] = lambda socket: None) -> None:
+        """`on_open` is told of each new socket, for the scheduler's idle sleep to wake on it."""
+        self._context = zmq.Context()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._on_open = on_open
+
+    def send(self, peer: str, message: messages.FromDecode) -> bool:
+        """Queue a message for the prefill instance at `peer`; False when its queue is full or the address is bad."""
+        try:
+            socket = self._sockets.get(peer) or self._open(peer)
+            socket.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            _drop("undeliverable")
+            return False
+        return True
+
+    def receive(self) -> list[tuple[str, messages.FromPrefill]]:
+        """What prefill instances sent since the last time, with which one."""
+        received = []
+        for peer, socket in self._sockets.items():
+            for _ in range(RECEIVE_AT_ONCE):
+                try:
+                    raw = socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if (message := _read(raw, messages.decode_from_prefill)) is not None:
+                    received.append((peer, message))
+        return received
+
+    def close(self) -> None:
+        for socket in self._sockets.values():
+            socket.close(0)
+        self._context.term()
+
+    def _open(self, peer: str) -> zmq.Socket[bytes]:
+        socket = _socket(self._context, zmq.DEALER)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        try:
+            socket.connect(peer)
+        except zmq.ZMQError:
+            socket.close(0)
+            raise
+        self._sockets[peer] = socket
+        self._on_open(socket)
+        return socket

@@ -1,0 +1,211 @@
+"""The gate on a decode instance: asks prefill's door about sessions it does not know and holds their calls.
+
+Holding on prefill alone would let decode reserve memory for a call that waits at the door, so both legs wait. Once a
+session has entered, its further calls pass here without a question. A door that does not answer within the patience
+is taken for gone: the call goes on, and SGLang's own handling of a dead prefill applies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_basin.config import BasinConfig
+from sglang_basin.engine import messages
+from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
+from sglang_basin.engine.control import DecodeEnd, address
+from sglang_basin.engine.identity import stamped
+from sglang_basin.engine.metrics import fault, log, metrics
+from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, peers, singly
+from sglang_basin.policy.decisions import Reason
+
+ASK_AGAIN_S = 5.0
+"""A waiting call is asked about again this often: prefill's answer is its sign of life."""
+
+PATIENCE_S = 15.0
+"""Without any answer for this long the call goes on. A busy scheduler reads its channel between two batches, and the
+longest chunk of prefill stays well below this."""
+
+REPORT_RUNNING_S = 30.0
+
+
+@dataclass(slots=True)
+class _Held:
+    request: TokenizedGenerateReqInput
+    question: messages.Ask
+    peer: str
+    since_s: float
+    asked_s: float
+    unanswered_s: float | None
+    """When the first question was asked that has had no answer yet; a stall of this very process does not count."""
+
+
+class DecodeGate:
+    """Holds calls of unknown sessions until prefill's verdict. One per decode instance, on rank 0."""
+
+    def __init__(
+        self,
+        control: DecodeEnd,
+        answer: Answer,
+        *,
+        default_bootstrap_port: int,
+        control_port_offset: int,
+        idle_timeout_s: float,
+        max_sessions: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._control = control
+        self._answer = answer
+        self._default_bootstrap_port = default_bootstrap_port
+        self._control_port_offset = control_port_offset
+        self._idle_timeout_s = idle_timeout_s
+        self._max_sessions = max_sessions
+        self._clock = clock
+        self._held: dict[int, _Held] = {}  # by bootstrap room
+        self._entered: OrderedDict[tuple[str, str], float] = OrderedDict()  # (prefill, session) -> last call
+        self._inside: dict[str, tuple[str, int]] = {}  # rid -> (prefill, room)
+        self._next_report_s = 0.0
+
+    @classmethod
+    def for_scheduler(cls, scheduler: Any, config: BasinConfig) -> DecodeGate:
+        """Build the gate of a live scheduler. Connections are made when the first call names a prefill instance."""
+        import zmq
+        from sglang.srt.runtime_context import get_disagg
+
+        sleeper = scheduler.idle_sleeper
+        wake = (lambda socket: sleeper.poller.register(socket, zmq.POLLIN)) if sleeper else (lambda socket: None)
+        return cls(
+            DecodeEnd(wake),
+            scheduler_answer(scheduler),
+            default_bootstrap_port=get_disagg().disaggregation_bootstrap_port,
+            control_port_offset=config.control_port_offset,
+            idle_timeout_s=config.idle_timeout_s,
+            max_sessions=config.max_live_sessions,
+        )
+
+    def __repr__(self) -> str:
+        return f"asks prefill at its bootstrap port + {self._control_port_offset}"
+
+    # What a gate owes to `gate`.
+
+    def pass_on(self, requests: list[Any]) -> list[Any]:
+        now_s = self._clock()
+        out: list[Any] = []
+        for peer, message in self._control.receive():
+            self._hear(peer, message, out, now_s)
+        for request in singly(requests):
+            try:
+                self._take(request, out, now_s)
+            except Exception:  # noqa: BLE001 - one odd request must neither be lost nor switch the gate off
+                fault("request", "could not judge a request; it goes on as in stock SGLang")
+                out.append(request)
+        if self._held:
+            self._ask_again(out, now_s)
+        if now_s >= self._next_report_s:
+            self._report_running(now_s)
+        return out
+
+    def left(self, request: Any) -> None:
+        known = self._inside.pop(request.rid, None)
+        if known is not None:
+            peer, room = known
+            self._control.send(peer, messages.Left(room, len(getattr(request, "output_ids", None) or ())))
+
+    def let_go(self) -> list[Any]:
+        held = [waiting.request for waiting in self._held.values()]
+        self._held.clear()
+        self._control.close()
+        return held
+
+    # How calls come and go.
+
+    def _take(self, request: Any, out: list[Any], now_s: float) -> None:
+        if isinstance(request, TokenizedGenerateReqInput):
+            self._arrive(request, out, now_s)
+            return
+        if isinstance(request, AbortReq):
+            self._abort(request)
+        out.append(request)
+
+    def _arrive(self, request: TokenizedGenerateReqInput, out: list[Any], now_s: float) -> None:
+        session = stamped(request)
+        if session is None or not peers(request):
+            reason = Reason.NO_IDENTITY if session is None else Reason.ADMISSION_OFF
+            metrics().decisions.labels("admit", reason.value).inc()
+            out.append(request)
+            return
+        session_id, ends_session = session
+        bootstrap_port = request.bootstrap_port or self._default_bootstrap_port
+        peer = address(request.bootstrap_host, bootstrap_port + self._control_port_offset)
+        if (peer, session_id) in self._entered:
+            metrics().decisions.labels("admit", Reason.LIVE_SESSION.value).inc()
+            self._enter(request, peer, session_id, out, now_s)
+            return
+        question = messages.Ask(request.bootstrap_room, session_id, len(request.input_ids or ()), ends_session)
+        self._control.send(peer, question)
+        self._held[request.bootstrap_room] = _Held(request, question, peer, now_s, now_s, now_s)
+
+    def _enter(
+        self, request: TokenizedGenerateReqInput, peer: str, session_id: str, out: list[Any], now_s: float
+    ) -> None:
+        self._inside[request.rid] = (peer, request.bootstrap_room)
+        self._entered[peer, session_id] = now_s
+        self._entered.move_to_end((peer, session_id))
+        while len(self._entered) > self._max_sessions:
+            self._entered.popitem(last=False)
+        out.append(request)
+
+    def _abort(self, abort: Any) -> None:
+        for room, waiting in [item for item in self._held.items() if aborts(abort, item[1].request.rid)]:
+            del self._held[room]
+            drop(self._answer, waiting.request)
+            self._control.send(waiting.peer, messages.Left(room, 0))
+
+    # How prefill is heard and asked.
+
+    def _hear(self, peer: str, message: messages.FromPrefill, out: list[Any], now_s: float) -> None:
+        if isinstance(message, messages.Ended):
+            for session_id in message.session_ids:
+                self._entered.pop((peer, session_id), None)
+            return
+        waiting = self._held.get(message.room)
+        if waiting is None or waiting.peer != peer:
+            return
+        if isinstance(message, messages.Wait):
+            waiting.unanswered_s = None
+            return
+        del self._held[message.room]
+        if isinstance(message, messages.Enter):
+            metrics().door_wait.observe(now_s - waiting.since_s)
+            metrics().decisions.labels("admit", "entered").inc()
+            self._enter(waiting.request, peer, waiting.question.session_id, out, now_s)
+        else:
+            metrics().decisions.labels("refuse", message.reason.value).inc()
+            refuse(self._answer, waiting.request, message.reason, message.retry_after_s)
+
+    def _ask_again(self, out: list[Any], now_s: float) -> None:
+        for room, waiting in list(self._held.items()):
+            if waiting.unanswered_s is not None and now_s - waiting.unanswered_s > PATIENCE_S:
+                del self._held[room]
+                metrics().decisions.labels("admit", "no_answer").inc()
+                log.warning("Basin: no answer from %s for %.0f s; the call goes on", waiting.peer, PATIENCE_S)
+                self._inside[waiting.request.rid] = (waiting.peer, room)
+                out.append(waiting.request)
+            elif now_s - waiting.asked_s > ASK_AGAIN_S:
+                waiting.asked_s = now_s
+                waiting.unanswered_s = now_s if waiting.unanswered_s is None else waiting.unanswered_s
+                self._control.send(waiting.peer, messages.AskAgain(room))
+
+    def _report_running(self, now_s: float) -> None:
+        self._next_report_s = now_s + REPORT_RUNNING_S
+        rooms: dict[str, list[int]] = {}
+        for peer, room in self._inside.values():
+            rooms.setdefault(peer, []).append(room)
+        for peer, running in rooms.items():
+            for start in range(0, len(running), messages.ROOMS_PER_MESSAGE):
+                self._control.send(peer, messages.Running(running[start : start + messages.ROOMS_PER_MESSAGE]))
+        while self._entered and now_s - next(iter(self._entered.values())) > self._idle_timeout_s:
+            self._entered.popitem(last=False)

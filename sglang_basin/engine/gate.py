@@ -1,0 +1,133 @@
+"""The hooks' own code in the scheduler: where requests come in, where calls leave, and the fall-back to stock.
+
+Everything here runs in the scheduler's thread. On rank 0 (the first rank of tensor and context parallelism) `pull`
+sees requests before they are broadcast, so all ranks get one order. The gate proper is `PrefillGate` or `DecodeGate`;
+should it ever raise, this module lets go of every held call, counts the fault and leaves SGLang alone from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sglang_basin.config import BasinConfig
+from sglang_basin.engine.metrics import fault, log
+from sglang_basin.engine.rooms import DroppedRooms, RoomTables
+
+
+class Gate(Protocol):
+    """What a gate owes to this module. All methods run on rank 0's scheduler thread; none blocks."""
+
+    def pass_on(self, requests: list[Any]) -> list[Any]:
+        """Requests that go on now, in order: of the new ones those that need not wait, of the held ones the freed."""
+
+    def left(self, request: Any) -> None:
+        """A call has left SGLang: finished, handed over to decode, aborted or failed."""
+
+    def let_go(self) -> list[Any]:
+        """Give up: return every held request and hold none from now on."""
+
+
+@dataclass(slots=True)
+class _Attached:
+    """What Basin has in this scheduler process."""
+
+    gate: Gate | None
+    """None off rank 0, and after a fault."""
+    rooms: RoomTables | None
+    """On every rank of a prefill instance."""
+
+
+_here = _Attached(None, None)
+
+
+def attach(result: Any, self: Any) -> None:
+    """After `Scheduler.init_request_receiver`: build this process's gate. Raises when Basin cannot protect."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_basin.engine import hooks
+    from sglang_basin.engine.plugin import stop_message
+
+    if wrong := hooks.unapplied():
+        raise RuntimeError(stop_message(wrong))
+    config = BasinConfig.from_environment(os.environ)
+    if config is None:
+        raise RuntimeError("Basin's hooks are in place but its configuration is gone from the environment")
+    role = self.disaggregation_mode.value
+    if role == "prefill":
+        _here.rooms = RoomTables(self.disagg_prefill_bootstrap_queue.kv_manager)
+    parallel = get_parallel()
+    if parallel.pp_rank != 0 or parallel.attn_tp_rank != 0 or parallel.attn_cp_rank != 0:
+        return
+    if role == "decode":
+        from sglang_basin.engine.decode_gate import DecodeGate
+
+        _here.gate = DecodeGate.for_scheduler(self, config)
+    else:
+        from sglang_basin.engine.prefill_gate import PrefillGate
+
+        _here.gate = PrefillGate.for_scheduler(self, config)
+    log.info("Basin's gate is in place: %s, %s", role, _here.gate)
+
+
+def pull(original: Any, self: Any) -> list[Any] | None:
+    """Around `SchedulerRequestReceiver._pull_raw_reqs`: what comes in passes the gate first."""
+    requests = original(self)
+    if requests is None or _here.gate is None:
+        return requests
+    try:
+        return _here.gate.pass_on(requests)
+    except Exception:  # noqa: BLE001 - whatever it was, the calls must go on
+        return _give_up(requests)
+
+
+def calls_left(result: Any, self: Any, reqs: Any, return_logprob: Any = None, skip_req: Any = None) -> None:
+    """After `SchedulerOutputStreamer.stream_output`: the finished ones among `reqs` have left."""
+    if _here.gate is None:
+        return
+    for req in reqs:
+        if req.finished_reason is not None:
+            _left(req)
+
+
+def call_aborted(result: Any, self: Any, abort_req: Any, req: Any) -> None:
+    """After `Scheduler.send_abort_output`: the call was ended while it waited in one of SGLang's queues."""
+    if _here.gate is not None:
+        _left(req)
+
+
+def clear_dropped_rooms(result: Any, self: Any, local_reqs: Any = None) -> list[Any] | None:
+    """After `SchedulerRequestReceiver.recv_requests`, on every rank: forget the transfers of dropped calls."""
+    rooms = _here.rooms
+    if rooms is None:
+        return None
+    now_s = time.monotonic()
+    dropped = [message for message in result or () if isinstance(message, DroppedRooms)]
+    try:
+        for message in dropped:
+            rooms.drop(message.rooms, now_s)
+        rooms.sweep(now_s)
+    except Exception:  # noqa: BLE001 - stale table entries are harmless, a dead scheduler is not
+        fault("rooms", "could not clear the transfer tables of dropped calls")
+    return [message for message in result if not isinstance(message, DroppedRooms)] if dropped else None
+
+
+def _left(req: Any) -> None:
+    try:
+        _here.gate.left(req)
+    except Exception:  # noqa: BLE001
+        fault("left", "could not note the end of a call; its session will end by idle time-out")
+
+
+def _give_up(requests: list[Any]) -> list[Any]:
+    fault("gate", "the gate failed and is off until a restart; all calls go on as in stock SGLang")
+    gate, _here.gate = _here.gate, None
+    try:
+        held = gate.let_go()
+    except Exception:  # noqa: BLE001
+        fault("let_go", "the failed gate could not let go of the calls that it held")
+        held = []
+    known = {id(request) for request in held}
+    return held + [request for request in requests if id(request) not in known]

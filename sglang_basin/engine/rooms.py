@@ -1,0 +1,64 @@
+"""Bootstrap rooms of calls that were dropped at prefill's door.
+
+Decode may have sent its transfer metadata for a call that prefill then refuses or whose client leaves: prefill's
+transfer tables then hold an entry that no sender will ever clear, and decode waits for a transfer that never comes.
+So each rank marks the room as failed, which tells decode at once, and removes the entries a moment later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+CLEAR_AFTER_S = 5.0
+"""Entries are removed this long after the drop: SGLang's bootstrap thread may be filling them in just now."""
+
+WATCH_FOR_S = 120.0
+"""Metadata that arrives later than this after a drop is no longer expected."""
+
+SWEEP_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedRooms:
+    """Sent from rank 0 to all ranks among the requests of one broadcast; taken out again on arrival."""
+
+    rooms: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class RoomTables:
+    """The transfer tables of one rank's KV manager (a `CommonKVManager`)."""
+
+    kv_manager: Any
+    _dropped_s: dict[int, float] = field(default_factory=dict)
+    _next_sweep_s: float = 0.0
+
+    def drop(self, rooms: tuple[int, ...], now_s: float) -> None:
+        """Calls of these rooms will never be prefilled."""
+        for room in rooms:
+            self._dropped_s[room] = now_s
+            self._fail(room)
+
+    def sweep(self, now_s: float) -> None:
+        """Clear what dropped rooms left behind, or what decode sent for them since. Cheap; call it in every turn."""
+        if not self._dropped_s or now_s < self._next_sweep_s:
+            return
+        self._next_sweep_s = now_s + SWEEP_EVERY_S
+        for room, dropped_s in list(self._dropped_s.items()):
+            if now_s - dropped_s < CLEAR_AFTER_S:
+                continue
+            self._fail(room)
+            for table in (
+                self.kv_manager.request_status,
+                self.kv_manager.transfer_infos,
+                self.kv_manager.req_to_decode_prefix_len,
+                self.kv_manager.failure_records,
+            ):
+                table.pop(room, None)
+            if now_s - dropped_s > WATCH_FOR_S:
+                del self._dropped_s[room]
+
+    def _fail(self, room: int) -> None:
+        if room in self.kv_manager.request_status:
+            self.kv_manager.conclude_failure(bootstrap_room=room, failure_reason="The call was not admitted.")

@@ -1,0 +1,257 @@
+"""Both gates over a real control channel: verdicts, refusals, disconnects, lost peers, garbage.
+
+The requests are SGLang's own message types; the scheduler is not there, so answers are collected in a list.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_basin.engine import decode_gate, messages
+from sglang_basin.engine.control import ControlError, DecodeEnd, PrefillEnd, address
+from sglang_basin.engine.decode_gate import DecodeGate
+from sglang_basin.engine.identity import ACTION_TYPE
+from sglang_basin.engine.metrics import metrics
+from sglang_basin.engine.prefill_gate import PrefillGate
+from sglang_basin.engine.rooms import DroppedRooms
+from sglang_basin.policy.door import Door
+from sglang_basin.policy.reservation import CurrentContext
+
+HOST = "127.0.0.1"
+OFFSET = 7
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Pair:
+    """A prefill and a decode gate with a real channel between them."""
+
+    def __init__(self, budget_tokens: int = 100) -> None:
+        self.clock = Clock()
+        self.answers: dict[str, list[tuple[str, int | None]]] = {"prefill": [], "decode": []}
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            self.port = probe.getsockname()[1]
+        self.channel = PrefillEnd(HOST, self.port)
+        door = Door(
+            law=CurrentContext(), budget_tokens=budget_tokens, idle_timeout_s=60, hold_limit_s=30, max_sessions=100
+        )
+        self.prefill = PrefillGate(door, self.channel, self._answer("prefill"), self.clock)
+        self.decode = DecodeGate(
+            DecodeEnd(),
+            self._answer("decode"),
+            default_bootstrap_port=1,
+            control_port_offset=OFFSET,
+            idle_timeout_s=60,
+            max_sessions=100,
+            clock=self.clock,
+        )
+
+    def _answer(self, side: str) -> Callable[[Any, str, int | None], None]:
+        return lambda request, message, status: self.answers[side].append((request.rid, status))
+
+    def call(self, session: str | None, room: int, tokens: int = 10, *, side: str = "d", ends: bool = False) -> Any:
+        hints = None
+        if session is not None:
+            payload = {"session_id": session, "ends_session": ends}
+            action = KvHintAction(action_id="a", action_type=ACTION_TYPE, action_version="1", payload=payload)
+            hints = KvHintsEnvelope(protocol_version="1", message_id="m", actions=[action])
+        return TokenizedGenerateReqInput(
+            rid=f"{side}{room}",
+            input_text="",
+            input_ids=array("q", range(tokens)),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=SamplingParams(),
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            bootstrap_host=HOST,
+            bootstrap_port=self.port - OFFSET,
+            bootstrap_room=room,
+            kv_hints=hints,
+        )
+
+    def until(self, done: Callable[[list[Any], list[Any]], bool], **first: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Turn both loops, as their schedulers would, until `done(prefill's output, decode's output)`."""
+        prefill_out, decode_out = [], []
+        deadline = time.monotonic() + 10
+        prefill_in, decode_in = first.get("prefill", []), first.get("decode", [])
+        while True:
+            prefill_out += self.prefill.pass_on(prefill_in)
+            decode_out += self.decode.pass_on(decode_in)
+            prefill_in, decode_in = [], []
+            if done(prefill_out, decode_out):
+                return prefill_out, decode_out
+            assert time.monotonic() < deadline, f"nothing came: {prefill_out}, {decode_out}, {self.answers}"
+            time.sleep(0.002)
+
+    def enter(self, session: str, room: int, tokens: int) -> None:
+        legs = {"prefill": [self.call(session, room, tokens, side="p")], "decode": [self.call(session, room, tokens)]}
+        self.until(lambda p, d: len(p) == len(d) == 1, **legs)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.prefill.let_go()
+    pair.decode.let_go()
+
+
+def rids(requests: list[Any]) -> list[str]:
+    return [request.rid for request in requests]
+
+
+def test_the_first_call_passes_on_both_sides_and_the_next_one_without_a_question(pair: Pair) -> None:
+    pair.enter("a", 1, 60)
+    assert rids(pair.decode.pass_on([pair.call("a", 2)])) == ["d2"]
+    assert rids(pair.prefill.pass_on([pair.call("a", 2, side="p")])) == ["p2"]
+
+
+def test_a_session_that_does_not_fit_waits_on_both_sides_until_another_ends(pair: Pair) -> None:
+    pair.enter("a", 1, 100)
+    waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
+    prefill_out, decode_out = pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
+    assert prefill_out == decode_out == []
+    ending = CloseSessionReqInput(session_id="a")
+    prefill_out, decode_out = pair.until(lambda p, d: len(p) == 2 and len(d) == 1, prefill=[ending])
+    assert prefill_out[0] is ending
+    assert (rids(prefill_out[1:]), rids(decode_out)) == (["p2"], ["d2"])
+
+
+def test_decodes_report_of_the_last_calls_end_lets_the_next_session_in(pair: Pair) -> None:
+    last = {"prefill": [pair.call("a", 1, 100, side="p", ends=True)], "decode": [pair.call("a", 1, 100, ends=True)]}
+    pair.until(lambda p, d: len(p) == len(d) == 1, **last)
+    waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
+    pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
+    pair.decode.left(SimpleNamespace(rid="d1", output_ids=[1, 2, 3]))
+    prefill_out, decode_out = pair.until(lambda p, d: p and d)
+    assert (rids(prefill_out), rids(decode_out)) == (["p2"], ["d2"])
+
+
+def test_a_call_held_too_long_is_answered_503_on_both_sides_and_its_room_is_dropped(pair: Pair) -> None:
+    pair.enter("a", 1, 100)
+    waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
+    pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
+    pair.clock.now_s = 31.0
+    prefill_out, decode_out = pair.until(lambda p, d: all(pair.answers.values()))
+    assert pair.answers == {"prefill": [("p2", 503)], "decode": [("d2", 503)]}
+    assert prefill_out == [DroppedRooms((2,))]
+    assert decode_out == []
+    assert pair.prefill.door.state().held_calls == 0
+
+
+def test_a_disconnect_while_held_releases_both_sides(pair: Pair) -> None:
+    pair.enter("a", 1, 100)
+    waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
+    pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
+    pair.until(lambda p, d: p and d, prefill=[AbortReq(rid="p2")], decode=[AbortReq(rid="d2")])
+    assert pair.answers == {"prefill": [("p2", None)], "decode": [("d2", None)]}
+    assert pair.prefill.door.state().queued_sessions == 0
+    assert (pair.prefill._held, pair.decode._held, pair.prefill._askers) == ({}, {}, {})
+
+
+def test_decodes_disconnect_alone_takes_the_session_out_of_the_queue(pair: Pair) -> None:
+    pair.enter("a", 1, 100)
+    pair.until(lambda p, d: pair.prefill.door.holds_any, decode=[pair.call("b", 2)])
+    pair.until(lambda p, d: not pair.prefill.door.holds_any, decode=[AbortReq(rid="d2")])
+    assert pair.prefill.door.state().queued_sessions == 0
+
+
+def test_calls_without_identity_pass_both_gates(pair: Pair) -> None:
+    pair.enter("a", 1, 100)
+    assert rids(pair.prefill.pass_on([pair.call(None, 5, side="p")])) == ["p5"]
+    assert rids(pair.decode.pass_on([pair.call(None, 5)])) == ["d5"]
+
+
+def test_the_end_of_a_session_makes_decode_ask_again(pair: Pair) -> None:
+    pair.enter("a", 1, 60)
+    pair.until(lambda p, d: not pair.decode._entered, prefill=[CloseSessionReqInput(session_id="a")])
+    assert pair.decode.pass_on([pair.call("a", 2)]) == []
+
+
+def test_a_silent_prefill_costs_the_patience_and_then_the_call_goes_on(pair: Pair) -> None:
+    call = pair.call("b", 2)
+    call.bootstrap_port = 9  # nobody listens there
+    assert pair.decode.pass_on([call]) == []
+    pair.clock.now_s = decode_gate.PATIENCE_S + 1
+    assert rids(pair.decode.pass_on([])) == ["d2"]
+
+
+def test_a_waiting_call_is_not_let_go_while_prefill_still_answers(pair: Pair) -> None:
+    pair.enter("a", 1, 100)
+    waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
+    pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
+    for now_s in range(0, 28, 6):
+        pair.clock.now_s = float(now_s)
+        pair.until(lambda p, d: pair.decode._held[2].unanswered_s is None)
+        assert pair.decode._held[2].asked_s == now_s
+
+
+def test_a_missing_bootstrap_port_means_the_default_one(pair: Pair) -> None:
+    call = pair.call("b", 2)
+    call.bootstrap_port = None
+    pair.decode.pass_on([call])
+    assert pair.decode._held[2].peer == address(HOST, 1 + OFFSET)
+
+
+def test_garbage_on_the_channel_is_counted_and_otherwise_ignored(pair: Pair) -> None:
+    dropped = metrics().control_dropped.labels("garbage")
+    before = dropped._value.get()
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as rogue:
+        rogue.setsockopt(zmq.LINGER, 1000)
+        rogue.connect(pair.channel.address)
+        rogue.send(b"\x00\xff garbage")
+        rogue.send(messages.encode(messages.Enter(3)))  # a word that only prefill may say
+        rogue.send_multipart([b"too", b"many", b"frames"])
+        rogue.send(b'["ask", 1, ' + b"[" * 5000)
+        deadline = time.monotonic() + 10
+        while dropped._value.get() < before + 4:
+            assert pair.prefill.pass_on([]) == []
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        rogue.send(b"x" * (messages.MAX_MESSAGE_BYTES + 1))  # ZeroMQ cuts such a connection
+    context.term()
+    pair.enter("a", 1, 60)
+
+
+def test_a_taken_port_is_an_error_that_names_the_mend(pair: Pair) -> None:
+    with pytest.raises(ControlError, match="control-port-offset"):
+        PrefillEnd(HOST, pair.port)
+
+
+def test_letting_go_returns_every_held_request(pair: Pair) -> None:
+    pair.enter("a", 1, 100)
+    pair.prefill.pass_on([pair.call("b", 2, side="p"), pair.call("c", 3, side="p")])
+    assert rids(pair.prefill.let_go()) == ["p2", "p3"]
+
+
+def test_an_odd_request_goes_on_and_the_gate_stays(pair: Pair) -> None:
+    odd = pair.call("b", 2, side="p")
+    odd.kv_hints = 17
+    assert pair.prefill.pass_on([odd]) == [odd]
+    pair.enter("a", 1, 60)

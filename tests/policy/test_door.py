@@ -1,0 +1,261 @@
+"""The door's rules, one by one, and its invariants under any course of events."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_basin.policy.decisions import Admit, Queue, Reason, Refuse
+from sglang_basin.policy.door import Door
+from sglang_basin.policy.reservation import CurrentContext
+
+
+def make_door(budget_tokens: int = 100, **changes: object) -> Door:
+    settings_ = {"idle_timeout_s": 60.0, "hold_limit_s": 30.0, "max_sessions": 1000, **changes}
+    return Door(law=CurrentContext(), budget_tokens=budget_tokens, **settings_)
+
+
+def enter(door: Door, call_id: str, session_id: str, tokens: int, now_s: float = 0.0) -> None:
+    assert isinstance(door.call(call_id, session_id, tokens, now_s), Admit)
+
+
+def test_sessions_enter_while_they_fit_and_wait_after() -> None:
+    door = make_door()
+    assert door.call("1", "a", 60, 0.0) == Admit("1", Reason.NOBODY_LIVE)
+    assert door.call("2", "b", 40, 0.0) == Admit("2", Reason.FITS)
+    assert door.call("3", "c", 1, 0.0) == Queue("3", Reason.NO_HEADROOM, need_tokens=1, free_tokens=0, ahead=0)
+
+
+def test_a_later_small_session_does_not_pass_the_head() -> None:
+    door = make_door()
+    enter(door, "1", "a", 60)
+    assert isinstance(door.call("2", "large", 50, 0.0), Queue)
+    small = door.call("3", "small", 5, 0.0)
+    assert isinstance(small, Queue)
+    assert small.reason is Reason.BEHIND_QUEUE
+    assert small.ahead == 1
+    assert door.poll(1.0) == []
+
+
+def test_calls_of_a_live_session_never_queue_even_over_budget() -> None:
+    door = make_door()
+    enter(door, "1", "a", 90)
+    door.finish("1", 5, 1.0)
+    assert door.call("2", "a", 500, 2.0) == Admit("2", Reason.LIVE_SESSION)
+    assert door.state().working_set_tokens == 500
+
+
+def test_the_head_enters_over_budget_when_nobody_is_live() -> None:
+    door = make_door()
+    assert door.call("1", "huge", 5000, 0.0) == Admit("1", Reason.NOBODY_LIVE)
+    assert isinstance(door.call("2", "next", 5000, 0.0), Queue)
+    door.end("huge", 1.0)
+    assert door.poll(1.0) == [Admit("2", Reason.NOBODY_LIVE, 1.0)]
+
+
+def test_the_end_of_a_session_lets_the_queue_enter_in_order_of_arrival() -> None:
+    door = make_door()
+    enter(door, "1", "a", 100)
+    for i in range(2, 6):
+        assert isinstance(door.call(str(i), f"s{i}", 40, float(i)), Queue)
+    door.finish("1", 0, 10.0)
+    door.end("a", 10.0)
+    assert [outcome.call_id for outcome in door.poll(10.0)] == ["2", "3"]
+    assert door.take_ended() == ["a"]
+
+
+def test_a_session_waiting_with_two_calls_enters_with_both() -> None:
+    door = make_door()
+    enter(door, "1", "a", 100)
+    assert isinstance(door.call("2", "b", 10, 0.0), Queue)
+    assert isinstance(door.call("3", "b", 12, 0.0), Queue)
+    door.end("a", 1.0)
+    assert {outcome.call_id for outcome in door.poll(1.0)} == {"2", "3"}
+
+
+def test_the_last_call_announced_ends_the_session_when_it_finishes() -> None:
+    door = make_door()
+    door.call("1", "a", 50, 0.0, ends_session=True)
+    assert door.state().live_sessions == 1
+    door.prefilled("1", 1.0)
+    door.finish("1", 10, 2.0)
+    assert door.state().live_sessions == 0
+    assert door.state().working_set_tokens == 0
+
+
+def test_idle_sessions_end_but_not_while_a_call_is_in_this_instance() -> None:
+    door = make_door(idle_timeout_s=10.0)
+    enter(door, "1", "busy", 10)
+    enter(door, "2", "idle", 10)
+    door.finish("2", 1, 0.0)
+    door.poll(11.0)
+    assert door.live_session("busy") is not None
+    assert door.live_session("idle") is None
+
+
+def test_reports_of_running_calls_keep_a_session_alive_and_lost_ones_do_not_for_ever() -> None:
+    door = make_door(idle_timeout_s=10.0)
+    enter(door, "1", "a", 10)
+    door.prefilled("1", 1.0)
+    for now_s in (8.0, 16.0, 24.0):
+        door.decoding("1", now_s)
+        door.poll(now_s)
+    assert door.live_session("a") is not None
+    door.poll(35.0)
+    assert door.live_session("a") is None
+
+
+def test_a_call_held_too_long_is_refused_and_its_session_leaves() -> None:
+    door = make_door(hold_limit_s=30.0)
+    enter(door, "1", "a", 100)
+    door.call("2", "b", 10, 5.0)
+    assert door.poll(34.0) == []
+    (refused,) = door.poll(35.0)
+    assert isinstance(refused, Refuse)
+    assert refused.call_id == "2"
+    assert refused.waited_s == 30.0
+    assert door.state().queued_sessions == 0
+
+
+def test_an_abandoned_held_call_leaves_nothing_behind() -> None:
+    door = make_door()
+    enter(door, "1", "a", 100)
+    door.call("2", "b", 10, 0.0)
+    door.abandon("2", 1.0)
+    assert door.state().queued_sessions == 0
+    assert not door.holds_any
+    door.end("a", 2.0)
+    assert door.poll(2.0) == []
+
+
+def test_both_legs_bring_the_same_call_once() -> None:
+    door = make_door()
+    enter(door, "1", "a", 100)
+    assert isinstance(door.call("2", "b", 10, 0.0, here=False), Queue)
+    assert isinstance(door.call("2", "b", 10, 0.0), Queue)
+    assert door.state().held_calls == 1
+    door.end("a", 1.0)
+    assert [outcome.call_id for outcome in door.poll(1.0)] == ["2"]
+    assert door.state().working_set_tokens == 10
+
+
+def test_a_call_that_only_decode_knows_does_not_keep_its_session_for_ever() -> None:
+    door = make_door(idle_timeout_s=10.0)
+    assert isinstance(door.call("1", "a", 10, 0.0, here=False), Admit)
+    door.poll(11.0)
+    assert door.state().live_sessions == 0
+
+
+def test_a_queued_session_that_ends_gets_its_calls_refused() -> None:
+    door = make_door()
+    enter(door, "1", "a", 100)
+    door.call("2", "b", 10, 0.0)
+    (refused,) = door.end("b", 1.0)
+    assert refused.reason is Reason.SESSION_ENDED
+    assert door.state().held_calls == 0
+
+
+def test_calls_without_identity_pass_and_take_no_place() -> None:
+    door = make_door()
+    assert door.call("1", None, 1000, 0.0) == Admit("1", Reason.NO_IDENTITY)
+    assert door.state().live_sessions == 0
+
+
+def test_switched_off_everything_passes_and_is_still_watched() -> None:
+    door = make_door(enabled=False)
+    enter(door, "1", "a", 90)
+    assert door.call("2", "b", 90, 0.0) == Admit("2", Reason.ADMISSION_OFF)
+    assert door.state().working_set_tokens == 180
+
+
+def test_the_table_stays_within_its_bound() -> None:
+    door = make_door(budget_tokens=10**9, max_sessions=10)
+    for i in range(50):
+        enter(door, str(i), f"s{i}", 1)
+    assert door.state().live_sessions == 10
+    assert door.live_session("s49") is not None
+
+
+def test_a_clock_that_jumps_back_neither_ends_nor_refuses_anything() -> None:
+    door = make_door(idle_timeout_s=10.0, hold_limit_s=10.0)
+    enter(door, "1", "a", 100, 1000.0)
+    door.call("2", "b", 10, 1000.0)
+    assert door.poll(5.0) == []
+    assert door.state().live_sessions == 1
+    assert door.state().held_calls == 1
+
+
+def test_a_budget_below_one_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="budget_tokens"):
+        make_door(budget_tokens=0)
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["call", "ask", "last", "prefilled", "finish", "abandon", "end", "decoding", "tick"]),
+        st.integers(0, 7),  # session
+        st.integers(0, 15),  # which of the calls
+        st.integers(1, 80),  # tokens
+        st.floats(0.0, 8.0),  # seconds that pass before
+    ),
+    max_size=80,
+)
+
+
+@given(EVENTS, st.integers(1, 200))
+@settings(max_examples=300, deadline=None)
+def test_invariants_hold_under_any_course_of_events(events: list, budget_tokens: int) -> None:
+    """Sums match the table, nobody waits while nobody is live, and each held call ends exactly once."""
+    door = make_door(budget_tokens, idle_timeout_s=20.0, hold_limit_s=15.0, max_sessions=6)
+    now_s, made, waiting = 0.0, [], set()
+
+    def settle() -> None:
+        for outcome in door.poll(now_s):
+            assert outcome.call_id in waiting, "a wait ends once, for a call that waits"
+            waiting.remove(outcome.call_id)
+
+    for kind, session, which, tokens, pause_s in events:
+        now_s += pause_s
+        call_id = made[which % len(made)] if made else None
+        if kind in ("call", "ask", "last"):
+            call_id = f"c{len(made)}"
+            made.append(call_id)
+            decision = door.call(
+                call_id, f"s{session}", tokens, now_s, ends_session=kind == "last", here=kind != "ask"
+            )
+            if isinstance(decision, Queue):
+                waiting.add(call_id)
+        elif kind == "end":
+            waiting -= {refused.call_id for refused in door.end(f"s{session}", now_s)}
+        elif call_id is not None and kind == "finish":
+            waiting.discard(call_id)
+            door.finish(call_id, tokens, now_s)
+        elif call_id is not None and kind == "abandon":
+            waiting.discard(call_id)
+            door.abandon(call_id, now_s)
+        elif call_id is not None and kind == "prefilled":
+            door.prefilled(call_id, now_s)
+        elif call_id is not None and kind == "decoding":
+            door.decoding(call_id, now_s)
+        settle()
+
+        state = door.state()
+        live = [s for i in range(8) if (s := door.live_session(f"s{i}")) is not None]
+        assert state.live_sessions == len(live) <= 6
+        assert state.working_set_tokens == sum(s.context_tokens for s in live)
+        assert state.reserved_tokens == sum(s.reserved_tokens for s in live)
+        assert state.held_calls == len(waiting)
+        assert (state.held_calls == 0) == (state.queued_sessions == 0)
+        if state.queued_sessions:
+            assert live, "with nobody live the head would have entered"
+
+    now_s += 100.0
+    settle()
+    assert not waiting
+    for call_id in made:
+        door.finish(call_id, 1, now_s)
+    now_s += 100.0
+    settle()
+    assert door.state().live_sessions == 0
+    assert door.state().working_set_tokens == door.state().reserved_tokens == 0

@@ -28,6 +28,8 @@ CPU_PLATFORM = "basin_cpu"
 MODE_FLAG = "--disaggregation-mode"
 MODE_ALIAS = "--disagg-mode"
 MODES = ("prefill", "decode")
+CONFIG_FLAG = "--config"
+"""SGLang's YAML file of flags; what it sets is known only once SGLang has parsed it."""
 
 
 class FlagConflict(ConfigError):
@@ -191,8 +193,8 @@ def prepare(config: BasinConfig, arguments: Sequence[str], environ: Mapping[str,
     Raises FlagConflict when an explicit setting of the user contradicts Basin's.
     """
     mode = disaggregation_mode(arguments)
-    if mode is not None and mode not in MODES:
-        raise FlagConflict(f"{MODE_FLAG} {mode}: Basin (--basin-*) runs on prefill and decode servers")
+    if mode not in MODES and not (mode is None and _given(arguments, CONFIG_FLAG)):
+        raise FlagConflict(_wrong_mode(mode))
     _refuse_arguments(arguments)
     _refuse_environment(environ)
     settings = Settings(arguments=list(arguments))
@@ -209,9 +211,7 @@ def check_record(server_args: object) -> None:
     """Hold SGLang's parsed arguments against the tables. Raises FlagConflict naming the flag."""
     mode = getattr(server_args, "disaggregation_mode", None)
     if mode not in MODES:
-        raise FlagConflict(
-            f"Basin (--basin-*) runs on prefill and decode servers: give {MODE_ALIAS} prefill or decode (got {mode})"
-        )
+        raise FlagConflict(_wrong_mode(mode))
     for refused in REFUSED:
         value = getattr(server_args, refused.field, None)
         if not refused.accepts(value):
@@ -219,6 +219,10 @@ def check_record(server_args: object) -> None:
     for needed in NEEDED:
         if not getattr(server_args, needed.field, False):
             raise FlagConflict(f"{needed.flag} is off, but --basin-* needs it: {needed.why}")
+
+
+def _wrong_mode(mode: str | None) -> str:
+    return f"{MODE_FLAG} {mode or 'unset'} conflicts with --basin-*: give {MODE_ALIAS} prefill or decode"
 
 
 def _refuse_arguments(arguments: Sequence[str]) -> None:

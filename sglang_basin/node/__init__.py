@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,16 +172,23 @@ class Node:
         child.start()
 
     def _wait_for_engines(self) -> None:
-        waiting = {engine.name: engine for engine in self.plan.engines}
+        waiting = {engine.name: engine.url for engine in self.plan.engines}
         told = self._say(f"starting {', '.join(waiting)}")
-        while waiting:
-            self._sleep(f"waiting for {', '.join(waiting)}")
-            for name, engine in list(waiting.items()):
-                if health.engine_is_up(engine.url):
+        # SGLang takes a second for each of these answers, so ask for all of them at once.
+        with ThreadPoolExecutor(len(waiting), thread_name_prefix="health") as pool:
+            while waiting:
+                self._sleep(f"waiting for {', '.join(waiting)}")
+                up = [
+                    name
+                    for name, ok in zip(waiting, pool.map(health.engine_is_up, waiting.values()), strict=True)
+                    if ok
+                ]
+                for name in up:
                     del waiting[name]
-                    told = self._say(f"{name} is up" + (f", waiting for {', '.join(waiting)}" if waiting else ""))
-            if time.monotonic() - told > PROGRESS_EVERY_S:
-                told = self._say(f"waiting for {', '.join(waiting)}")
+                if up or time.monotonic() - told > PROGRESS_EVERY_S:
+                    news = [f"{', '.join(up)} up"] if up else []
+                    news += [f"waiting for {', '.join(waiting)}"] if waiting else []
+                    told = self._say("; ".join(news))
 
     def _wait_for_router(self) -> None:
         engines = {engine.url for engine in self.plan.engines}

@@ -1,0 +1,196 @@
+"""What a run measured: one JSON line for the run, and one for each call and each session as it ends.
+
+The file is complete by itself: `read_records` gives back everything a report needs, also of a run that was cut short.
+All times are seconds; those ending in `_at_s` count from the start of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+CallOutcome = Literal["ok", "rejected", "aborted", "dropped", "timeout", "error", "cancelled"]
+"""ok; refused before a token (503, 429); aborted by the server; connection lost or stream cut; `--call-timeout`;
+any other answer; the run ended first."""
+
+SessionOutcome = Literal["finished", "rejected", "dropped", "failed", "unfinished"]
+
+MAX_LINE_BYTES = 64 * 2**20
+
+
+class RecordError(ValueError):
+    """A records file that cannot be read; the message names the file and the line."""
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag="run", tag_field="kind"):
+    """The run's first line: what was offered and how."""
+
+    trace: str
+    seed: int
+    process: str
+    rate_per_s: float
+    duration_s: float
+    tail_s: float = 0.0
+    surge: tuple[float, float, float] | None = None
+    """(extra share of the base rate, from_s, to_s)"""
+    endpoint: str = "generate"
+    planned_sessions: int = 0
+    started_at_unix_s: float = 0.0
+    settings: dict[str, Any] = {}
+    """How the command was given; for the reader, nothing is computed from it."""
+
+
+class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call", tag_field="kind", omit_defaults=True):
+    """One attempt at a call. The token counts `planned_*` are the plan's; the others are the server's usage."""
+
+    uid: str
+    call: int
+    attempt: int = 0
+    retried: bool = False
+    """Another attempt followed: this line is not the call's last word."""
+    due_at_s: float
+    """When the session asked for it (the first attempt's start)."""
+    sent_at_s: float
+    first_token_at_s: float | None = None
+    end_at_s: float
+    planned_prompt_tokens: int
+    planned_cached_tokens: int
+    planned_output_tokens: int
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    steps: list[tuple[int, float]] = []
+    """Decode steps after the first token, one entry a received chunk: (tokens, seconds since the chunk before)."""
+    outcome: CallOutcome
+    status: int | None = None
+    retry_after_s: float | None = None
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token as the session saw it, retries included."""
+        return None if self.first_token_at_s is None else self.first_token_at_s - self.due_at_s
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, tag="session", tag_field="kind", omit_defaults=True):
+    """One replayed session, written when it ends."""
+
+    uid: str
+    trace_id: str
+    arrival_at_s: float
+    end_at_s: float
+    outcome: SessionOutcome
+    counted: bool = True
+    calls_done: int
+    calls_planned: int
+    peak_tokens: int
+    """The longest context the plan gives it."""
+    unloaded_s: float | None = None
+    """How long it takes on an idle server, tool waits included; None when that was not measured."""
+
+    @property
+    def total_s(self) -> float:
+        return self.end_at_s - self.arrival_at_s
+
+
+class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag="end", tag_field="kind"):
+    """The run's last line. A file without it was cut short by force."""
+
+    elapsed_s: float
+    interrupted: bool = False
+
+
+Record = RunRecord | CallRecord | SessionRecord | EndRecord
+
+
+@dataclass
+class RunResult:
+    """Everything measured in one run, in memory."""
+
+    run: RunRecord
+    calls: list[CallRecord] = field(default_factory=list)
+    sessions: list[SessionRecord] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    interrupted: bool = False
+
+
+class RecordWriter:
+    """Keeps the records of a run and, with a path, appends each as a line at once. A context manager."""
+
+    def __init__(self, run: RunRecord, path: Path | None = None) -> None:
+        self.result = RunResult(run)
+        self._file: TextIO | None = None
+        self._encoder = msgspec.json.Encoder()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._line(run)
+
+    def _line(self, record: Record) -> None:
+        if self._file is not None:
+            self._file.write(self._encoder.encode(record).decode() + "\n")
+
+    def call(self, record: CallRecord) -> None:
+        self.result.calls.append(record)
+        self._line(record)
+
+    def session(self, record: SessionRecord) -> None:
+        self.result.sessions.append(record)
+        self._line(record)
+
+    def end(self, elapsed_s: float, interrupted: bool) -> None:
+        self.result.elapsed_s = elapsed_s
+        self.result.interrupted = interrupted
+        self._line(EndRecord(elapsed_s=elapsed_s, interrupted=interrupted))
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_records(path: Path) -> RunResult:
+    """A run from its file. A last line that was cut in the middle is skipped; anything else raises RecordError."""
+    decoder = msgspec.json.Decoder(Record)
+    result: RunResult | None = None
+    ended = False
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES):
+                number += 1
+                try:
+                    record = decoder.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                        break
+                    raise RecordError(f"{path}:{number}: {error}") from None
+                if isinstance(record, RunRecord):
+                    if result is not None:
+                        raise RecordError(f"{path}:{number}: a second run in one file")
+                    result = RunResult(record)
+                    continue
+                if result is None:
+                    raise RecordError(f"{path}:{number}: the first line must describe the run (kind: run)")
+                match record:
+                    case CallRecord():
+                        result.calls.append(record)
+                        result.elapsed_s = result.elapsed_s if ended else max(result.elapsed_s, record.end_at_s)
+                    case SessionRecord():
+                        result.sessions.append(record)
+                    case EndRecord():
+                        result.elapsed_s, result.interrupted, ended = record.elapsed_s, record.interrupted, True
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror or error}") from None
+    if result is None:
+        raise RecordError(f"{path}: empty, no run in it")
+    result.interrupted = result.interrupted or not ended
+    return result

@@ -18,7 +18,7 @@ from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import DecodeEnd, address
 from sglang_basin.engine.identity import stamped
-from sglang_basin.engine.metrics import fault, log, metrics
+from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics
 from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, peers, singly
 from sglang_basin.policy.decisions import Reason
 
@@ -68,6 +68,7 @@ class DecodeGate:
         self._entered: OrderedDict[tuple[str, str], float] = OrderedDict()  # (prefill, session) -> last call
         self._inside: dict[str, tuple[str, int]] = {}  # rid -> (prefill, room)
         self._next_report_s = 0.0
+        self._next_show_s = 0.0
 
     @classmethod
     def for_scheduler(cls, scheduler: Any, config: BasinConfig) -> DecodeGate:
@@ -104,6 +105,9 @@ class DecodeGate:
                 out.append(request)
         if self._held:
             self._ask_again(out, now_s)
+        if now_s >= self._next_show_s:
+            self._next_show_s = now_s + SHOW_EVERY_S
+            metrics().held_calls.set(len(self._held))
         if now_s >= self._next_report_s:
             self._report_running(now_s)
         return out

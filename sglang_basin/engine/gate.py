@@ -56,10 +56,11 @@ def attach(result: Any, self: Any) -> None:
     if config is None:
         raise RuntimeError("Basin's hooks are in place but its configuration is gone from the environment")
     role = self.disaggregation_mode.value
-    if role == "prefill":
-        _here.rooms = RoomTables(self.disagg_prefill_bootstrap_queue.kv_manager)
     parallel = get_parallel()
-    if parallel.pp_rank != 0 or parallel.attn_tp_rank != 0 or parallel.attn_cp_rank != 0:
+    first_rank = parallel.pp_rank == parallel.attn_tp_rank == parallel.attn_cp_rank == 0
+    if role == "prefill":
+        _here.rooms = RoomTables(self.disagg_prefill_bootstrap_queue.kv_manager, shown=first_rank)
+    if not first_rank:
         return
     if role == "decode":
         from sglang_basin.engine.decode_gate import DecodeGate

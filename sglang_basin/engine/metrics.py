@@ -15,6 +15,9 @@ from sglang_basin.policy.door import DoorState
 log = logging.getLogger("sglang.basin")
 """Under SGLang's own logger, so that its level and format apply."""
 
+SHOW_EVERY_S = 1.0
+"""How often gauges are written."""
+
 _seen_faults: set[str] = set()
 
 
@@ -46,6 +49,7 @@ def metrics() -> SimpleNamespace:
         live_sessions=gauge("basin_live_sessions", "Sessions that have entered and not ended."),
         queued_sessions=gauge("basin_queued_sessions", "Sessions waiting at the door."),
         held_calls=gauge("basin_held_calls", "Calls waiting at the door."),
+        rooms=gauge("basin_rooms", "Entries in prefill's table of transfers under way (its first rank's)."),
         working_set=gauge("basin_working_set_tokens", "Total current context of live sessions."),
         reserved=gauge("basin_reserved_tokens", "Tokens reserved by live sessions under the admission law."),
         budget=gauge("basin_budget_tokens", "Budget that reservations are held against."),

@@ -15,7 +15,7 @@ from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import PrefillEnd
 from sglang_basin.engine.identity import stamped
-from sglang_basin.engine.metrics import fault, log, metrics, show_door
+from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics, show_door
 from sglang_basin.engine.requests import (
     AbortReq,
     CloseSessionReqInput,
@@ -28,8 +28,6 @@ from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Refuse
 from sglang_basin.policy.door import Door
 from sglang_basin.policy.reservation import CurrentContext
-
-SHOW_EVERY_S = 1.0
 
 
 class PrefillGate:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_basin.engine.metrics import metrics
+
 CLEAR_AFTER_S = 5.0
 """Entries are removed this long after the drop: SGLang's bootstrap thread may be filling them in just now."""
 
@@ -31,6 +33,8 @@ class RoomTables:
     """The transfer tables of one rank's KV manager (a `CommonKVManager`)."""
 
     kv_manager: Any
+    shown: bool
+    """Whether this rank's table is the one on the gauge."""
     _dropped_s: dict[int, float] = field(default_factory=dict)
     _next_sweep_s: float = 0.0
 
@@ -42,9 +46,11 @@ class RoomTables:
 
     def sweep(self, now_s: float) -> None:
         """Clear what dropped rooms left behind, or what decode sent for them since. Cheap; call it in every turn."""
-        if not self._dropped_s or now_s < self._next_sweep_s:
+        if now_s < self._next_sweep_s:
             return
         self._next_sweep_s = now_s + SWEEP_EVERY_S
+        if self.shown:
+            metrics().rooms.set(len(self.kv_manager.request_status))
         for room, dropped_s in list(self._dropped_s.items()):
             if now_s - dropped_s < CLEAR_AFTER_S:
                 continue

@@ -1,0 +1,283 @@
+"""Basin in the real engine: one prefill, one decode, the router, over Mooncake TCP."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import zmq
+from conftest import BUDGET_TOKENS, HOLD_LIMIT_S, POOL_TOKENS, Stack
+
+pytestmark = pytest.mark.stack
+
+FULL = BUDGET_TOKENS - 100
+"""A prompt that leaves too little of the budget for `SMALL`."""
+SMALL = 300
+
+
+def prompt(tokens: int, key: int = 0) -> list[int]:
+    return [3 + (7 * i + 31 * key + i * i * (key + 1)) % 2000 for i in range(tokens)]
+
+
+def new_session() -> str:
+    return f"t-{uuid.uuid4().hex}"
+
+
+def generate(
+    stack: Stack, session: str | None, ids: list[int], *, tokens: int = 4, ends: bool = False, **extra: Any
+) -> requests.Response:
+    body: dict[str, Any] = {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
+        **extra,
+    }
+    if session is not None:
+        body["session_id"] = session
+    if ends:
+        body["metadata"] = {"basin_session_end": "true"}
+    return requests.post(stack.url + "/generate", json=body, timeout=60, stream=extra.get("stream", False))
+
+
+def close(stack: Stack, session: str) -> None:
+    assert requests.post(stack.prefill_url + "/close_session", json={"session_id": session}, timeout=20).ok
+
+
+def chunks(response: requests.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith(b"data: ") and line != b"data: [DONE]":
+            yield json.loads(line[6:])
+
+
+@pytest.fixture
+def empty(basin: Stack) -> Iterator[Stack]:
+    """The stack with nobody live or waiting, before and, checked, after the test."""
+    basin.until(lambda: at_rest(basin), "the stack at rest before the test", 60)
+    yield basin
+    basin.until(lambda: at_rest(basin), "the stack at rest after the test", 60)
+    assert basin.metric("prefill", "basin_faults_total") == 0
+    assert basin.metric("decode", "basin_faults_total") == 0
+
+
+def at_rest(stack: Stack) -> bool:
+    gauges = ("live_sessions", "queued_sessions", "held_calls", "working_set_tokens", "reserved_tokens", "rooms")
+    queues = (
+        "num_queue_reqs",
+        "num_running_reqs",
+        "num_prefill_bootstrap_queue_reqs",
+        "num_prefill_inflight_queue_reqs",
+    )
+    decode_queues = (
+        "num_queue_reqs",
+        "num_running_reqs",
+        "num_decode_prealloc_queue_reqs",
+        "num_decode_transfer_queue_reqs",
+    )
+    return (
+        all(stack.metric("prefill", f"basin_{name}") == 0 for name in gauges)
+        and all(stack.metric("prefill", f"sglang:{name}") == 0 for name in queues)
+        and all(stack.metric("decode", f"sglang:{name}") == 0 for name in decode_queues)
+        and stack.metric("decode", "basin_held_calls") == 0
+    )
+
+
+def test_a_call_goes_through_both_legs_and_the_next_one_hits_the_cache(empty: Stack) -> None:
+    session = new_session()
+    first = generate(empty, session, prompt(200, 1)).json()
+    again = generate(empty, session, prompt(200, 1) + first["output_ids"] + prompt(20, 2), ends=True).json()
+    assert len(first["output_ids"]) == 4
+    assert first["meta_info"]["cached_tokens"] == 0
+    assert again["meta_info"]["cached_tokens"] >= 192
+    assert again["meta_info"]["prompt_tokens"] == 224
+
+
+def test_answers_stream(empty: Stack) -> None:
+    session = new_session()
+    response = generate(empty, session, prompt(100, 3), tokens=12, ends=True, stream=True)
+    received = list(chunks(response))
+    assert len(received) >= 6
+    assert received[-1]["meta_info"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_completions_with_a_session_header_sent_to_the_engines_by_the_body(empty: Stack, stream: bool) -> None:
+    session = new_session()
+    (model,) = requests.get(empty.url + "/v1/models", timeout=20).json()["data"]
+    body = {
+        "model": model["id"],
+        "messages": [{"role": "user", "content": "Where does the water go?"}],
+        "max_tokens": 6,
+        "session_id": session,
+        "metadata": {"basin_session_end": "true"},
+        "stream": stream,
+    }
+    before = empty.metric("prefill", "basin_identity_total", source="body.session_id")
+    response = requests.post(empty.url + "/v1/chat/completions", json=body, timeout=60, stream=stream)
+    assert response.ok, response.text
+    if stream:
+        assert sum(bool(chunk["choices"]) for chunk in chunks(response)) >= 2
+    else:
+        assert response.json()["usage"]["completion_tokens"] == 6
+    assert empty.metric("prefill", "basin_identity_total", source="body.session_id") == before + 1
+
+
+def test_a_session_over_budget_is_held_on_both_sides_until_another_one_ends(empty: Stack) -> None:
+    first, second = new_session(), new_session()
+    assert generate(empty, first, prompt(FULL, 4)).ok
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(generate, empty, second, prompt(SMALL, 5), ends=True)
+        empty.until(lambda: empty.metric("prefill", "basin_held_calls") == 1, "held on prefill")
+        empty.until(lambda: empty.metric("decode", "basin_held_calls") == 1, "held on decode")
+        assert empty.metric("prefill", "sglang:num_prefill_bootstrap_queue_reqs") == 0
+        assert empty.metric("decode", "sglang:num_decode_prealloc_queue_reqs") == 0
+        # calls of the live session go on meanwhile, and so do those without a name, and health checks
+        assert generate(empty, first, prompt(FULL + 30, 4)).ok
+        assert generate(empty, None, prompt(50, 6)).ok
+        for url in (empty.prefill_url, empty.decode_url):
+            assert requests.get(url + "/health_generate", timeout=20).ok
+        assert not waiting.done()
+        close(empty, first)
+        assert waiting.result(timeout=20).ok
+
+
+def test_waiting_sessions_enter_in_order_of_arrival(empty: Stack) -> None:
+    first = new_session()
+    assert generate(empty, first, prompt(FULL, 7)).ok
+    finished: list[int] = []
+
+    def wait(number: int) -> None:
+        assert generate(empty, new_session(), prompt(1_200, 8 + number), ends=True).ok
+        finished.append(number)
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        empty.until(lambda n=number: empty.metric("prefill", "basin_held_calls") == n + 1, "one more waits")
+    close(empty, first)
+    for thread in threads:
+        thread.join(30)
+    assert finished == [0, 1, 2]
+
+
+def test_a_client_that_leaves_while_its_call_is_held_leaves_nothing_behind(empty: Stack) -> None:
+    first = new_session()
+    assert generate(empty, first, prompt(FULL, 20)).ok
+    with pytest.raises(requests.exceptions.ReadTimeout):
+        requests.post(
+            empty.url + "/generate",
+            json={"input_ids": prompt(SMALL, 21), "session_id": new_session(), "sampling_params": {}},
+            timeout=1.5,
+        )
+    empty.until(lambda: empty.metric("prefill", "basin_queued_sessions") == 0, "the abandoned session is gone", 10)
+    close(empty, first)
+    # `empty` checks that gauges, queues and transfer tables come back to nothing; the pool is whole again too:
+    assert requests.post(empty.prefill_url + "/flush_cache", timeout=20).ok
+    assert requests.post(empty.decode_url + "/flush_cache", timeout=20).ok
+    empty.until(
+        lambda: empty.metric("prefill", "sglang:kv_available_tokens") == POOL_TOKENS, "prefill's pool is whole"
+    )
+    empty.until(lambda: empty.metric("decode", "sglang:kv_available_tokens") == POOL_TOKENS, "decode's pool is whole")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_held_too_long_is_refused_on_both_legs(empty: Stack, stream: bool) -> None:
+    first = new_session()
+    assert generate(empty, first, prompt(FULL, 30)).ok
+    start = time.monotonic()
+    refused = generate(empty, new_session(), prompt(SMALL, 31), stream=stream)
+    text = refused.text
+    waited_s = time.monotonic() - start
+    assert "at capacity" in text
+    assert "Retry after" in text
+    if not stream:
+        assert refused.status_code == 503
+    assert HOLD_LIMIT_S - 1 < waited_s < HOLD_LIMIT_S + 5
+    close(empty, first)
+
+
+def test_an_idle_session_gives_its_place_up(empty: Stack) -> None:
+    assert generate(empty, new_session(), prompt(FULL, 40)).ok
+    start = time.monotonic()
+    retried = generate(empty, late := new_session(), prompt(SMALL, 41))
+    if retried.status_code == 503:  # the hold limit is shorter than the idle time-out: a client would come again
+        retried = generate(empty, late, prompt(SMALL, 41))
+    assert retried.ok
+    assert time.monotonic() - start > 10
+    close(empty, late)
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "a" * 5_000, "tab\there", "ünïcode-ø".encode().decode("latin-1"), "\x01\x02"],
+)
+def test_a_malformed_session_header_is_ignored_and_counted(empty: Stack, header: str) -> None:
+    body = {"input_ids": prompt(20, 50), "sampling_params": {"max_new_tokens": 1}, "bootstrap_host": "2.2.2.2"}
+    response = requests.post(
+        empty.prefill_url + "/generate",
+        json=body,
+        headers={"x-basin-session-id": header.encode("latin-1")},
+        timeout=20,
+    )
+    assert response.status_code in (200, 400)  # the HTTP server itself refuses control characters
+    empty.node.check()
+    assert generate(empty, None, prompt(30, 51)).ok
+
+
+def test_a_ten_megabyte_header_is_refused_by_the_server_which_lives(empty: Stack) -> None:
+    with contextlib.suppress(requests.exceptions.ConnectionError):  # it may hang up on such a client
+        response = requests.post(
+            empty.prefill_url + "/generate",
+            json={"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}},
+            headers={"x-basin-session-id": "a" * 10_000_000},
+            timeout=30,
+        )
+        assert 400 <= response.status_code < 500
+    assert generate(empty, None, prompt(30, 52)).ok
+
+
+def test_garbage_on_the_control_channel_is_counted_and_the_engine_lives(empty: Stack) -> None:
+    prefill = empty.node.plan.of("prefill")[0]
+    before = empty.metric("prefill", "basin_control_dropped_total", cause="garbage")
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as rogue:
+        rogue.setsockopt(zmq.LINGER, 2000)
+        rogue.connect(f"tcp://127.0.0.1:{prefill.bootstrap_port + 1000}")
+        for junk in (b"", b"\xff" * 1000, b'{"ask": 1}', bytes(range(256))):
+            rogue.send(junk)
+        empty.until(
+            lambda: empty.metric("prefill", "basin_control_dropped_total", cause="garbage") == before + 4, "counted"
+        )
+    context.term()
+    assert generate(empty, None, prompt(30, 53)).ok
+
+
+def test_with_basin_the_tokens_are_stocks(empty: Stack, stock: Stack) -> None:
+    """Greedy tokens of a session of three growing prompts, streamed and not, equal those of stock SGLang."""
+
+    def answers(stack: Stack) -> list[list[int]]:
+        session, ids, out = new_session(), prompt(300, 60), []
+        for turn in range(3):
+            response = generate(stack, session, ids, tokens=16, ends=turn == 2, stream=turn == 1)
+            final = list(chunks(response))[-1] if turn == 1 else response.json()
+            assert len(final["output_ids"]) == 16 or turn == 1
+            tokens = (
+                final["output_ids"] if turn != 1 else generate(stack, session, ids, tokens=16).json()["output_ids"]
+            )
+            out.append(tokens)
+            ids = ids + tokens + prompt(40, 61 + turn)
+        return out
+
+    assert answers(empty) == answers(stock)
+
+
+def test_stock_has_no_trace_of_basin(stock: Stack) -> None:
+    assert "basin_" not in requests.get(stock.prefill_url + "/metrics", timeout=20).text
+    log = (stock.node.plan.of("prefill")[0].log).read_text()
+    assert "Basin" not in log

@@ -72,7 +72,8 @@ CHAT_TEMPLATE = """\
 class ModelSpec:
     """Everything that decides a model's bytes. Raises ValueError naming the field that cannot be built.
 
-    `heads` and `kv_heads` left at None become one head per 64 hidden units (at least four) and half as many KV heads.
+    `heads` and `kv_heads` left at None become one head per 64 hidden units (at least four) and half as many KV heads
+    (as many where the heads are odd).
     """
 
     hidden: int
@@ -84,25 +85,27 @@ class ModelSpec:
     seed: int = 7
 
     def __post_init__(self) -> None:
-        heads = self.heads if self.heads is not None else max(4, self.hidden // HEAD_DIM)
-        kv_heads = self.kv_heads if self.kv_heads is not None else max(1, heads // 2)
-        object.__setattr__(self, "heads", heads)
-        object.__setattr__(self, "kv_heads", kv_heads)
-        for name, low, high in (
-            ("hidden", 64, 8192),
-            ("layers", 1, 128),
-            ("heads", 1, 128),
-            ("kv_heads", 1, 128),
-            ("vocab", 512, 3072),
-            ("seed", 0, 2**63 - 1),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"{name}: must be a whole number from {low} to {high}, got {value!r}")
-        if heads % kv_heads:
-            raise ValueError(f"kv_heads: must divide heads ({heads}), got {kv_heads}")
+        self._check("hidden", 64, 8192)
+        if self.heads is None:
+            object.__setattr__(self, "heads", max(4, self.hidden // HEAD_DIM))
+        self._check("heads", 1, 128)
+        assert self.heads is not None
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads // 2 if self.heads % 2 == 0 else self.heads)
+        self._check("kv_heads", 1, 128)
+        assert self.kv_heads is not None
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: must divide heads ({self.heads}), got {self.kv_heads}")
+        self._check("layers", 1, 128)
+        self._check("vocab", 512, 3072)  # the training text yields some 3,200 tokens
+        self._check("seed", 0, 2**63 - 1)
         if self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype: must be one of {', '.join(get_args(Dtype))}, got {self.dtype!r}")
+
+    def _check(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"{name}: must be a whole number from {low} to {high}, got {value!r}")
 
     @property
     def head_dim(self) -> int:
@@ -147,7 +150,8 @@ def build(spec: ModelSpec, out: Path | None = None) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     try:
         _write(spec, scratch)
-        scratch.chmod(0o755)
+        for path in (scratch, *scratch.iterdir()):  # mkdtemp and safetensors write for the owner alone
+            path.chmod(0o755 if path.is_dir() else 0o644)
         try:
             scratch.rename(final)
         except OSError:

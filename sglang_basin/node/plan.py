@@ -37,14 +37,8 @@ ROUTER_ARGUMENTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--decode-policy", "consistent_hashing"), "a session stays on one decode, where its finished KV is kept"),
     (("--routing-key-headers", *SESSION_HEADERS), "what names the session; calls without one are spread at random"),
     (("--disable-retries",), "a replayed call multiplies load exactly when it hurts"),
-    (("--disable-circuit-breaker",), "a 503 of the door is an answer, not a broken engine"),
-    (("--disable-worker-overload-protection",), "under load it would move sessions away from their KV"),
-    # smg reads each decode's max_running_requests from its load reports and lets that many calls through, then
-    # answers 503 after 30 s. Calls waiting at the door fill such a window and would lock admitted sessions out.
-    (
-        ("--disable-load-monitoring",),
-        "without load reports it does not ration calls to a decode by its running window",
-    ),
+    (("--disable-circuit-breaker",), "ten 503s of the door would otherwise close the whole node for a minute"),
+    (("--disable-worker-overload-protection",), "at 80 % KV use it would move sessions away from their KV"),
     (("--worker-wedge-secs", "3600"), "a decode whose calls wait at the door is not stuck"),
     (("--health-check-timeout-secs", "30"), "a busy engine answers late; it is not gone"),
     (("--worker-startup-check-interval", "1"), "engines are up before the router: register them at once"),

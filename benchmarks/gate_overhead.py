@@ -1,0 +1,126 @@
+"""What the gate costs when it does nothing: median TTFT through the router, Basin with admission off against stock.
+
+    .venv/bin/python benchmarks/gate_overhead.py --pairs 300
+
+Two nodes (one prefill, one decode each) run side by side on the same cores. Calls alternate between them, one at a
+time, in random order within each pair and with the same prompt, so that drift of the machine hits both arms alike.
+Every call names a session in its body, hence goes through identity, door and both gates. Prints medians, the paired
+ratio with a bootstrap interval, and writes JSON. The bound in the project's terms: within 2 % of stock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import requests
+
+from sglang_basin.config import BasinConfig
+from sglang_basin.node import Node, NodeOptions, Ports, make_plan
+from sglang_basin.platforms.tiny_model import ModelSpec, build
+
+MODEL = ModelSpec(hidden=256, layers=4, vocab=2048, dtype="bfloat16", seed=7)
+
+
+@contextlib.contextmanager
+def running(name: str, config: BasinConfig | None, logs: Path) -> Iterator[Node]:
+    with Ports("127.0.0.1") as ports:
+        options = NodeOptions(
+            model_path=str(build(MODEL)),
+            config=config,
+            engine_arguments=("--max-total-tokens", "60000", "--page-size", "16"),
+            port=0,
+            log_dir=logs / name,
+        )
+        with Node(make_plan(options, ports, sorted(os.sched_getaffinity(0)))) as node:
+            yield node
+
+
+def ttft_s(client: requests.Session, url: str, ids: list[int], session: str) -> float:
+    """Seconds from sending a call to its first token."""
+    body = {
+        "input_ids": ids,
+        "session_id": session,
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True},
+    }
+    start = time.perf_counter()
+    with client.post(url + "/generate", json=body, stream=True, timeout=60) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith(b"data: {"):
+                first_s = time.perf_counter() - start
+                break
+        else:
+            raise RuntimeError(f"{url}: the answer ended before its first token")
+        for _ in response.iter_lines():
+            pass
+    return first_s
+
+
+def paired(urls: dict[str, str], pairs: int, tokens: int, sessions: int, seed: int) -> dict[str, list[float]]:
+    """TTFTs of both arms, call by call. The first tenth of the pairs warms up and is left out."""
+    draw = random.Random(seed)
+    clients = {name: requests.Session() for name in urls}
+    taken: dict[str, list[float]] = {name: [] for name in urls}
+    for pair in range(-(pairs // 10), pairs):
+        ids = [draw.randrange(16, 2000) for _ in range(tokens)]
+        order = list(urls)
+        draw.shuffle(order)
+        for name in order:
+            seconds = ttft_s(clients[name], urls[name], ids, f"overhead-{pair % sessions}")
+            if pair >= 0:
+                taken[name].append(seconds)
+    return taken
+
+
+def judge(taken: dict[str, list[float]], seed: int) -> dict[str, float]:
+    stock, basin = (np.array(taken[name]) for name in ("stock", "basin"))
+    random_state = np.random.default_rng(seed)
+    rows = random_state.integers(0, len(stock), size=(2000, len(stock)))
+    ratios = np.median(basin[rows], axis=1) / np.median(stock[rows], axis=1)
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    return {
+        "pairs": len(stock),
+        "stock_ttft_p50_ms": 1e3 * float(np.median(stock)),
+        "basin_ttft_p50_ms": 1e3 * float(np.median(basin)),
+        "difference_p50_ms": 1e3 * float(np.median(basin - stock)),
+        "ratio_of_medians": float(np.median(basin) / np.median(stock)),
+        "ratio_low_95": float(low),
+        "ratio_high_95": float(high),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Median TTFT with the gate (admission off) against stock SGLang.")
+    parser.add_argument("--pairs", type=int, default=300)
+    parser.add_argument("--tokens", type=int, default=200, help="prompt length (default: 200)")
+    parser.add_argument("--sessions", type=int, default=20, help="how many session names take turns (default: 20)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("out/gate_overhead"))
+    options = parser.parse_args(argv)
+    with (
+        running("stock", None, options.out / "logs") as stock,
+        running("basin", BasinConfig(admission="off"), options.out / "logs") as basin,
+    ):
+        urls = {"stock": stock.url, "basin": basin.url}
+        taken = paired(urls, options.pairs, options.tokens, options.sessions, options.seed)
+    result = judge(taken, options.seed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    record = {"command": ["benchmarks/gate_overhead.py", *argv], "seed": options.seed, **result, "ttft_s": taken}
+    (options.out / "result.json").write_text(json.dumps(record, indent=1) + "\n")
+    for name, value in result.items():
+        print(f"{name:20} {value:.4g}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 
-from sglang_basin.replay import report
-from sglang_basin.replay.arrivals import ArrivalError, ArrivalProfile, Surge
+from sglang_basin.replay.arrivals import ArrivalProfile, Surge
 from sglang_basin.replay.driver import DriveSettings, Progress, ServerError, check_server, run
 from sglang_basin.replay.goodput import Target
 from sglang_basin.replay.plan import Plan, build_plan
 from sglang_basin.replay.quantities import (
-    QuantityError,
     duration_s,
     format_duration,
     positive_int,
@@ -160,6 +159,26 @@ def build_parser() -> argparse.ArgumentParser:
 # ---- From flags to settings ----------------------------------------------------------------------------------------
 
 
+def join_negatives(argv: Sequence[str]) -> list[str]:
+    """`--rate -11/min` as `--rate=-11/min`: argparse would take the value for a flag and hide what is wrong."""
+    joined: list[str] = []
+    for word in argv:
+        if re.match(r"-[\d.]", word) and joined and re.fullmatch(r"--[a-z-]+", joined[-1]):
+            joined[-1] += "=" + word
+        else:
+            joined.append(word)
+    return joined
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """What a setting refuses is a wrong flag."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
 def _required(options: argparse.Namespace, *names: str) -> None:
     missing = ["--" + name for name in names if getattr(options, name) is None]
     if missing:
@@ -168,6 +187,7 @@ def _required(options: argparse.Namespace, *names: str) -> None:
         )
 
 
+@usage_errors()
 def _surge(options: argparse.Namespace) -> Surge | None:
     given = (options.surge, options.surge_from, options.surge_to)
     if all(value is None for value in given):
@@ -177,6 +197,7 @@ def _surge(options: argparse.Namespace) -> Surge | None:
     return Surge(*given)
 
 
+@usage_errors()
 def _profile(options: argparse.Namespace) -> ArrivalProfile:
     _required(options, "rate", "duration")
     return ArrivalProfile(
@@ -188,6 +209,7 @@ def _profile(options: argparse.Namespace) -> ArrivalProfile:
     )
 
 
+@usage_errors()
 def _scaling(options: argparse.Namespace) -> Scaling:
     return Scaling(
         tokens=options.scale_tokens,
@@ -198,6 +220,7 @@ def _scaling(options: argparse.Namespace) -> Scaling:
     )
 
 
+@usage_errors()
 def _drive_settings(options: argparse.Namespace) -> DriveSettings:
     return DriveSettings(
         endpoint=options.endpoint,
@@ -209,6 +232,11 @@ def _drive_settings(options: argparse.Namespace) -> DriveSettings:
         drain_s=options.drain,
         session_headers=tuple(options.session_header or ("x-basin-session-id",)),
     )
+
+
+@usage_errors()
+def _target(options: argparse.Namespace) -> Target:
+    return Target(tpot_s=options.tpot_ms / 1000, stretch=options.stretch)
 
 
 def _named_runs(pairs: Sequence[str]) -> dict[str, RunResult]:
@@ -359,8 +387,11 @@ async def _replay(options: argparse.Namespace, console: Console) -> tuple[RunRes
     return result, times
 
 
-def _report(arms: dict[str, RunResult], options: argparse.Namespace, times: UnloadedTimes | None) -> None:
-    target = Target(tpot_s=options.tpot_ms / 1000, stretch=options.stretch)
+def _report(
+    arms: dict[str, RunResult], options: argparse.Namespace, target: Target, times: UnloadedTimes | None
+) -> None:
+    from sglang_basin.replay import report  # brings matplotlib, which only a report needs
+
     summaries: dict[str, Summary] = {name: summarize(result, target=target) for name, result in arms.items()}
     more: dict[str, Any] = {"load": {name: report.describe(result.run) for name, result in arms.items()}}
     if times is not None:
@@ -385,9 +416,10 @@ def _exit_code(result: RunResult | None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code."""
     parser = build_parser()
-    options = parser.parse_args(argv)
+    options = parser.parse_args(join_negatives(sys.argv[1:] if argv is None else argv))
     console = Console(stderr=True)
     try:
+        target = _target(options)
         arms = _named_runs(options.arm)
         if options.name in arms and options.url:
             raise UsageError(f"--arm {options.name}=...: this run has that name; give it another with --name")
@@ -399,15 +431,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _required(options, "url", "trace")
             result, times = asyncio.run(_replay(options, console))
             arms = {**arms, options.name: result}
-        _report(arms, options, times)
+        _report(arms, options, target, times)
         return _exit_code(result)
-    except (UsageError, ArrivalError, QuantityError) as error:
+    except UsageError as error:
         parser.error(str(error))
     except (TraceError, RecordError, UnloadedError, ServerError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except ValueError as error:  # a setting that its own dataclass refuses
-        parser.error(str(error))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import html
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from sglang_basin.replay.goodput import Target
 from sglang_basin.replay.quantities import format_duration
@@ -177,7 +179,7 @@ def _key(*entries: tuple[str, dict[str, Any]]) -> list[Line2D]:
 
 def _plot_hit_rate(axes: Axes, series: Series, colour: str) -> None:
     shown = ~_nan(series.hit_rate)
-    axes.plot(series.bin_s[shown] / 60, series.hit_rate[shown], color=colour, linewidth=2)
+    axes.plot(series.bin_s[shown], series.hit_rate[shown], color=colour, linewidth=2)
 
 
 def _nan(values: Any) -> Any:
@@ -185,19 +187,19 @@ def _nan(values: Any) -> Any:
 
 
 def _plot_live(axes: Axes, series: Series, colour: str) -> None:
-    axes.plot(series.grid_s / 60, series.live_sessions, color=colour, linewidth=2)
-    axes.plot(series.grid_s / 60, series.waiting_sessions, color=colour, linewidth=1.3, linestyle=(0, (3, 2)))
+    axes.plot(series.grid_s, series.live_sessions, color=colour, linewidth=2)
+    axes.plot(series.grid_s, series.waiting_sessions, color=colour, linewidth=1.3, linestyle=(0, (3, 2)))
 
 
 def _plot_working_set(axes: Axes, series: Series, colour: str) -> None:
-    axes.plot(series.grid_s / 60, series.working_set_tokens, color=colour, linewidth=2)
+    axes.plot(series.grid_s, series.working_set_tokens, color=colour, linewidth=2)
 
 
 def _plot_first_wait(axes: Axes, series: Series, colour: str) -> None:
     for answered in (True, False):
         waits = [wait for wait in series.first_waits if wait.answered == answered]
         axes.plot(
-            [wait.arrival_s / 60 for wait in waits],
+            [wait.arrival_s for wait in waits],
             [max(wait.wait_s, 0.01) for wait in waits],
             linestyle="none",
             marker="o" if answered else "^",
@@ -211,22 +213,22 @@ def _plot_first_wait(axes: Axes, series: Series, colour: str) -> None:
 
 def _plot_ttft(axes: Axes, series: Series, colour: str) -> None:
     shown = ~_nan(series.ttft_p50_s)
-    minutes = series.bin_s[shown] / 60
+    at_s = series.bin_s[shown]
     median, high = series.ttft_p50_s[shown].clip(min=0.001), series.ttft_p90_s[shown].clip(min=0.001)
-    axes.plot(minutes, median, color=colour, linewidth=2)
-    axes.fill_between(minutes, median, high, color=colour, alpha=0.16, linewidth=0)
+    axes.plot(at_s, median, color=colour, linewidth=2)
+    axes.fill_between(at_s, median, high, color=colour, alpha=0.16, linewidth=0)
 
 
 def _plot_finished(axes: Axes, series: Series, colour: str) -> None:
-    axes.plot(series.grid_s / 60, series.finished_sessions, color=colour, linewidth=2)
+    axes.plot(series.grid_s, series.finished_sessions, color=colour, linewidth=2)
 
 
 def _shade_surge(axes: Axes, run: RunRecord) -> None:
     if run.surge is not None:
         _extra, from_s, to_s = run.surge
-        axes.axvspan(from_s / 60, to_s / 60, color=_SURGE, alpha=0.55, linewidth=0, zorder=0)
+        axes.axvspan(from_s, to_s, color=_SURGE, alpha=0.55, linewidth=0, zorder=0)
     if run.tail_s:
-        axes.axvline(run.duration_s / 60, color="#9aa5b1", linewidth=1, linestyle=":")
+        axes.axvline(run.duration_s, color="#9aa5b1", linewidth=1, linestyle=":")
 
 
 def _surge_text(run: RunRecord) -> str:
@@ -274,6 +276,26 @@ def draw(arms: Mapping[str, RunResult], *, title: str | None = None, cache_token
     return figure
 
 
+def _label_time(axes: Axes, end_s: float) -> None:
+    """Minutes, or seconds for a run of less than three minutes."""
+    unit_s, unit = (60.0, "minutes") if end_s >= 180 else (1.0, "seconds")
+    ticks = MaxNLocator(nbins=10, steps=[1, 2, 2.5, 5, 10]).tick_values(0, end_s / unit_s)
+    axes.set_xticks([tick * unit_s for tick in ticks if 0 <= tick * unit_s <= end_s])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value / unit_s:g}"))
+    axes.set_xlabel(f"{unit} since the start")
+
+
+def _whole_decades(axes: Axes) -> None:
+    """A logarithmic axis from one power of ten to another, with room for the legend at the top."""
+    drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
+    positive = drawn[drawn > 0] if (drawn > 0).any() else np.array([0.1, 1.0])
+    low, high = math.log10(positive.min()), math.log10(positive.max())
+    axes.set_ylim(10 ** math.floor(low - 0.05), 10 ** math.ceil(high + 0.25))
+    axes.yaxis.set_major_locator(LogLocator(numticks=10))
+    axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def _cycle(number: int) -> list[str]:
     return [_COLOURS[index % len(_COLOURS)] for index in range(number)]
 
@@ -315,30 +337,29 @@ def _finish_panels(panels: Sequence[Axes], arms: Mapping[str, RunResult], cache_
         loc="upper left",
     )
     finished.set(title="Sessions finished so far", ylabel="sessions")
-    offered = sorted(session.arrival_at_s / 60 for session in first.sessions)
+    offered = sorted(session.arrival_at_s for session in first.sessions)
     finished.plot(offered, range(1, len(offered) + 1), color="#6b7785", linewidth=1.2, linestyle=":")
     finished.legend(handles=_key(("arrived", {"linestyle": ":"}), ("finished", {"linewidth": 2})), loc="upper left")
     end_s = max((result.elapsed_s for result in arms.values()), default=1.0)
     for axes in panels:
         _shade_surge(axes, first.run)
-        axes.set_xlim(0, max(end_s, 1e-3) / 60)
+        axes.set_xlim(0, max(end_s, 1e-3))
         if axes.get_yscale() == "log":
-            axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+            _whole_decades(axes)
         else:
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes is hits else 0)
     if first.run.surge is not None:
         _, from_s, to_s = first.run.surge
         hits.annotate(
             "surge",
-            ((from_s + to_s) / 120, 0.03),
+            ((from_s + to_s) / 2, 0.03),
             xycoords=("data", "axes fraction"),
             ha="center",
             fontsize=9,
             color="#8a6414",
         )
     for axes in panels[-2:]:
-        axes.set_xlabel("minutes since the start")
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 2.5, 5, 10]))
+        _label_time(axes, end_s)
 
 
 def write_png(

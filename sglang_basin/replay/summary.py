@@ -128,8 +128,9 @@ def summarize(
 ) -> Summary:
     """Judge a run. `unloaded_s` gives unloaded times by trace session id; those stamped on the records fill in.
 
-    Sessions of the profile's tail are not judged. An interrupted run is judged over the time it had: the rates are
-    per hour of that time. Goodput needs every offered session's unloaded time and is None otherwise.
+    Sessions of the profile's tail are not judged, and "the last third" is that of the time in which sessions were
+    offered: what comes after it is no longer under load. An interrupted run is judged over the time it had, and the
+    rates are per hour of that time. Goodput needs every offered session's unloaded time and is None otherwise.
     """
     target = target or Target()
     offered = [session for session in result.sessions if session.counted]

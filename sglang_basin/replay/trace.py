@@ -218,8 +218,8 @@ def _scaled_prefix(recorded_tokens: int, before: Call, scaled: Call, factor: flo
 def scale_session(session: Session, scaling: Scaling) -> Session | None:
     """The session as it will be replayed, or None when not even its first call fits `max_context_tokens`.
 
-    Prompts follow `factor × recorded` in absolute terms, so rounding does not add up over the calls; each output has
-    at least one token, and a prompt that grew still grows by at least one.
+    The ends of prompts and outputs follow `factor × recorded` in absolute terms, so rounding does not add up over the
+    calls; each output has at least one token, and a prompt that grew still grows by at least one.
     """
     calls: list[Call] = []
     cap_s = math.inf if scaling.tool_cap_s is None else scaling.tool_cap_s
@@ -230,10 +230,11 @@ def scale_session(session: Session, scaling: Scaling) -> Session | None:
                 call.cached_prefix_tokens, session.calls[index - 1], calls[-1], scaling.tokens
             )
         grew = call.prompt_tokens > call.cached_prefix_tokens
+        prompt_tokens = max(round(call.prompt_tokens * scaling.tokens), cached_tokens + grew, 1)
         scaled = Call(
-            prompt_tokens=max(round(call.prompt_tokens * scaling.tokens), cached_tokens + grew, 1),
+            prompt_tokens=prompt_tokens,
             cached_prefix_tokens=cached_tokens,
-            output_tokens=max(1, round(call.output_tokens * scaling.tokens)),
+            output_tokens=max(1, round(call.context_tokens * scaling.tokens) - prompt_tokens),
             tool_s=min(call.tool_s * scaling.time, cap_s),
         )
         if scaling.max_context_tokens is not None and scaled.context_tokens > scaling.max_context_tokens:

@@ -15,8 +15,6 @@ from typing import Any
 
 from aiohttp import web
 
-PAGE_TOKENS = 1
-
 
 @dataclass
 class Behaviour:
@@ -38,7 +36,6 @@ class ReplayServer:
     open_calls: int = 0
     most_open_calls: int = 0
     url: str = ""
-    _cache: set[tuple[int, ...]] = field(default_factory=set)
     _prefixes: dict[str, list[int]] = field(default_factory=dict)
 
     def cached_tokens(self, session_id: str, ids: list[int]) -> int:

@@ -165,7 +165,7 @@ def build(spec: ModelSpec, out: Path | None = None) -> Path:
 
 def _write(spec: ModelSpec, folder: Path) -> None:
     tokenizer = train_tokenizer(spec.vocab)
-    end_id = tokenizer.token_to_id(TURN_END)
+    end_id = tokenizer.get_vocab()[TURN_END]
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     _write_json(folder / "tokenizer_config.json", _tokenizer_config())
     _write_json(folder / "config.json", _model_config(spec, end_id))
@@ -189,7 +189,7 @@ def train_tokenizer(vocab: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=vocab,
         min_frequency=1,
         show_progress=False,
@@ -204,7 +204,8 @@ def train_tokenizer(vocab: int) -> Tokenizer:
 
 def _unwanted_ids(tokenizer: Tokenizer) -> list[int]:
     """Tokens that the model shall not prefer: special ones, and those that are no whole UTF-8 text by themselves."""
-    special = {tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+    vocabulary = tokenizer.get_vocab()
+    special = {vocabulary[token] for token in SPECIAL_TOKENS}
     broken = {i for i in range(tokenizer.get_vocab_size()) if "\ufffd" in tokenizer.decode([i])}
     return sorted(special | broken)
 

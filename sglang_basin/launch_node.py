@@ -50,9 +50,9 @@ def main(argv: Sequence[str]) -> int:
                 platform=platform,
                 config=config,
                 engine_arguments=tuple(engine_arguments),
-                prefill_arguments=tuple(shlex.split(known.prefill_args)),
-                decode_arguments=tuple(shlex.split(known.decode_args)),
-                router_arguments=tuple(shlex.split(known.router_args)),
+                prefill_arguments=_words("--prefill-args", known.prefill_args),
+                decode_arguments=_words("--decode-args", known.decode_args),
+                router_arguments=_words("--router-args", known.router_args),
                 host=known.host,
                 port=known.port,
                 cores=known.cores,
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
                 print(plan.shell())
                 return 0
             return _run(plan, known)
-    except (ConfigError, PortError, ValueError) as error:
+    except (ConfigError, PortError) as error:
         print(f"launch_node: {error}", file=sys.stderr)
         return 2
 
@@ -109,6 +109,14 @@ def visible_gpus(asked: str | None) -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(str(index) for index in range(listing.stdout.count("GPU ")))
+
+
+def _words(flag: str, text: str) -> tuple[str, ...]:
+    """The words of a quoted list of flags, as a shell splits them."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r}: {error}") from None
 
 
 def _listed(text: str) -> tuple[str, ...]:

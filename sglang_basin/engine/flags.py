@@ -12,6 +12,7 @@ Imports neither sglang nor torch. Flag spellings and defaults are those of SGLan
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -173,7 +174,7 @@ def expand_alias(arguments: Sequence[str]) -> list[str]:
     for word in arguments:
         name, equals, value = word.partition("=")
         out.append(MODE_FLAG + equals + value if name == MODE_ALIAS else word)
-    modes = _values(out, MODE_FLAG)
+    modes = values_of(out, MODE_FLAG)
     if len(set(modes)) > 1:
         raise FlagConflict(
             f"{MODE_ALIAS} and {MODE_FLAG} are one option, given as {' and '.join(modes)}; keep one of them"
@@ -183,7 +184,7 @@ def expand_alias(arguments: Sequence[str]) -> list[str]:
 
 def disaggregation_mode(arguments: Sequence[str]) -> str | None:
     """The mode among SGLang's arguments (after `expand_alias`), or None."""
-    modes = _values(arguments, MODE_FLAG)
+    modes = values_of(arguments, MODE_FLAG)
     return modes[-1] if modes else None
 
 
@@ -291,11 +292,11 @@ def _given(arguments: Sequence[str], flag: str) -> bool:
     return any(word == flag or word.startswith(flag + "=") for word in arguments)
 
 
-def _values(arguments: Sequence[str], flag: str) -> list[str]:
-    """Every value given to `flag`, in order."""
+def values_of(arguments: Sequence[str], *flags: str) -> list[str]:
+    """Every value given to any of these spellings, in order: `--flag value` and `--flag=value`."""
     found = []
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = word.partition("=")
-        if name == flag:
+        if name in flags:
             found.append(value if equals else following)
     return found

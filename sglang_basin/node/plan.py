@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from sglang_basin.config import OPTIONS, BasinConfig, ConfigError
+from sglang_basin.engine.flags import values_of
 from sglang_basin.platforms.profiles import PROFILES, parse_cores
 
 Role = Literal["prefill", "decode", "router"]
@@ -165,7 +165,7 @@ def basin_flags(config: BasinConfig) -> list[str]:
     for option in OPTIONS:
         value = getattr(config, option.name)
         if option.name != "admission" and value != option.default:
-            words += [option.flag, f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [option.flag, str(value)]
     return words
 
 
@@ -328,26 +328,8 @@ def _devices(options: NodeOptions, role: Role) -> int:
     words += options.prefill_arguments if role == "prefill" else options.decode_arguments
     product = 1
     for flags in _SIZES.values():
-        values = _values(words, flags)
+        values = values_of(words, *flags)
         if values and not re.fullmatch(r"[1-9]\d*", values[-1]):
             raise PlanError(f"{flags[0]} {values[-1]}: expected a number of GPUs")
         product *= int(values[-1]) if values else 1
     return product
-
-
-def _values(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    found = []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if name in flags:
-            found.append(value if equals else following)
-    return found
-
-
-def with_logs(plan: Plan, folder: Path) -> Plan:
-    """The same plan with a log file per process in `folder`."""
-
-    def logged(process: Process) -> Process:
-        return dataclasses.replace(process, log=folder / f"{process.name}.log")
-
-    return dataclasses.replace(plan, engines=tuple(map(logged, plan.engines)), router=logged(plan.router))

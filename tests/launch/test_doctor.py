@@ -1,0 +1,120 @@
+"""The doctor finds what is wrong and says how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import STAND_INS, run_module
+
+from sglang_basin import doctor
+from sglang_basin.engine.hooks import HOOKS
+
+
+def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict]:
+    assert done.stdout.startswith("["), done.stderr[-2000:]
+    return {finding["check"]: finding for finding in json.loads(done.stdout)}
+
+
+def test_this_environment_is_well() -> None:
+    """The real thing: every hook target in the installed SGLang."""
+    done = run_module("sglang_basin.doctor", "--json")
+    found = findings(done)
+    bad = [
+        finding
+        for finding in found.values()
+        if finding["status"] == "FAIL" and not finding["check"].startswith("port ")
+    ]
+    assert bad == []
+    assert {f"hook {hook.target}" for hook in HOOKS} <= set(found)
+    assert found["sglang"] == {"status": "OK", "check": "sglang", "detail": "0.5.23", "mend": ""}
+
+
+def test_wrong_version_and_missing_hook_targets_fail(tmp_path: Path) -> None:
+    """A package of another version on the path, in which no hook target exists."""
+    other = tmp_path / "sglang-0.6.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.0\n")
+    done = run_module("sglang_basin.doctor", PYTHONPATH=f"{tmp_path}:{STAND_INS}")
+    assert done.returncode == 1
+    assert "FAIL sglang: 0.6.0, needs exactly 0.5.23; mend: pip install 'sglang==0.5.23'" in done.stdout
+    for hook in HOOKS:
+        assert f"FAIL hook {hook.target}: not found" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("failed")
+
+
+def test_missing_package() -> None:
+    finding = doctor.check_version("no-such-package-anywhere", "1.2")
+    assert (finding.status, finding.mend) == ("FAIL", "pip install 'no-such-package-anywhere==1.2'")
+
+
+def test_wrong_mooncake_wheel() -> None:
+    (finding,) = doctor.check_mooncake("cuda")  # this environment has the wheel for machines without a GPU
+    assert finding.status == "FAIL"
+    assert "pip install --force-reinstall mooncake-transfer-engine-cuda13" in finding.mend
+
+
+def test_taken_port_is_named() -> None:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", doctor.BOOTSTRAP_PORT))
+        server.listen()
+        found = {finding.check: finding for finding in doctor.check_ports()}
+    assert found[f"port {doctor.BOOTSTRAP_PORT}"].status == "FAIL"
+    assert "--disaggregation-bootstrap-port" in found[f"port {doctor.BOOTSTRAP_PORT}"].mend
+
+
+def test_missing_library_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SYSTEM_LIBRARIES", {"libnowhere.so.9": "libnowhere9"})
+    (finding,) = doctor.check_system_libraries()
+    assert (finding.status, finding.mend) == ("FAIL", "apt-get install -y libnowhere9")
+
+
+def test_model_folder(tmp_path: Path) -> None:
+    assert doctor.check_model("org/name-on-the-hub").status == "SKIP"
+    assert doctor.check_model(str(tmp_path)).status == "FAIL"
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert "tokenizer" in doctor.check_model(str(tmp_path)).detail
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert doctor.check_model(str(tmp_path)).status == "OK"
+
+
+def test_patches_must_be_listed_and_applied(tmp_path: Path) -> None:
+    assert [finding.status for finding in doctor.check_patches(tmp_path)] == ["OK"]
+    (tmp_path / "0001-x.patch").write_text("")
+    assert [finding.status for finding in doctor.check_patches(tmp_path)] == ["FAIL", "OK"]
+    (tmp_path / "series").write_text("0001-x.patch  # why\n0002-gone.patch\n")
+    applied = "--- /dev/null\n+++ b/sglang/version.py\n"
+    (tmp_path / "0001-x.patch").write_text(applied + "@@ -0,0 +1,1 @@\n+not what this file says\n")
+    listed = list(doctor.check_patches(tmp_path))
+    assert [finding.status for finding in listed] == ["FAIL", "FAIL"]
+    assert "patch -p1" in listed[0].mend
+    assert "missing" in listed[1].detail
+
+
+def test_an_applied_patch_is_recognised(tmp_path: Path) -> None:
+    from importlib import metadata
+
+    target = Path(str(metadata.distribution("sglang").locate_file("sglang/launch_server.py")))
+    line = target.read_text().splitlines()[0]
+    patch = tmp_path / "0001-first-line.patch"
+    rest = target.read_text().splitlines()[1:4]
+    context = "".join(f" {text}\n" for text in rest)
+    patch.write_text(
+        "--- a/sglang/launch_server.py\n+++ b/sglang/launch_server.py\n"
+        f"@@ -1,4 +1,4 @@\n-something else\n+{line}\n{context}"
+    )
+    before = target.stat().st_mtime_ns
+    assert doctor.check_patch(patch).status == "OK"
+    assert target.stat().st_mtime_ns == before
+
+
+def test_open_files_and_shared_memory() -> None:
+    assert doctor.check_open_files().status in ("OK", "FAIL")
+    assert doctor.check_shared_memory(1 << 60).status == "FAIL"
+    assert doctor.check_shared_memory(0).status == "OK"
+    assert os.path.exists("/dev/shm")

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def _one_of(*choices: str) -> Callable[[Any], str | None]:
 
 
 def _at_least(low: float) -> Callable[[Any], str | None]:
-    return lambda value: None if value is None or value >= low else f"must be at least {low:g}"
+    return lambda value: None if value is None or low <= value < math.inf else f"must be at least {low:g} and finite"
 
 
 def _between(low: float, high: float) -> Callable[[Any], str | None]:
@@ -243,3 +244,7 @@ def options_markdown() -> str:
         default = "unset" if option.default is None else f"{option.default}"
         rows.append(f"| `{option.flag}` | {default} | {option.help} | {option.why} |")
     return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(options_markdown())

@@ -1,7 +1,7 @@
 """The real stacks that the test session shares: one prefill, one decode, a router, a tiny float32 model.
 
 `basin` runs with admission on and a budget of `BUDGET_TOKENS`; `stock` is plain SGLang of the same model, started
-only for the tests that compare the two. Logs stay under out/test-logs, which is where to look when one of these fails.
+only for the tests that compare the two. Logs stay under out/test-logs: look there when one of these fails.
 """
 
 from __future__ import annotations

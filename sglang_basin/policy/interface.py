@@ -1,0 +1,110 @@
+"""What a serving policy is asked, by the engine's gate and by the simulator alike.
+
+`Door` (Basin) and the rivals in `policy.rivals` implement `ServingPolicy`. Whatever drives a policy calls, in this
+order per call: `call` when it arrives, `prefilled`, `finish`; and `poll` after every change and at `wake_s`. A policy
+sees only what a serving system can see at that moment: prompts and outputs that have happened, and `EngineView`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Protocol
+
+from sglang_basin.policy.decisions import Decision, Outcome
+from sglang_basin.policy.sessions import Session
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What an instance's scheduler knows about itself. Tokens unless the name says otherwise."""
+
+    cache_tokens: int
+    """Prefill's KV pool on the device."""
+    host_tokens: int = 0
+    """Its host tier; 0 without one."""
+    lent_tokens: int = 0
+    """Idle decode memory that is really available to keep finished calls' KV."""
+    cache_used_share: float = 0.0
+    """Part of the device pool that holds KV, of running calls or cached."""
+    hit_rate: float | None = None
+    """Cached over prompt tokens of the calls prefilled in the last minute; None while there were none."""
+    prefill_waiting_calls: int = 0
+    decode_tokens: int = 0
+    decode_used_share: float = 0.0
+    """Part of decode's pool that running calls hold or have reserved."""
+    decode_waiting_calls: int = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """All memory that can give a prefix back: device, host, lent."""
+        return self.cache_tokens + self.host_tokens + self.lent_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A session's peak context as a few quantiles, ascending in both columns: ((0.1, 900), (0.5, 2000), …)."""
+
+    quantiles: tuple[tuple[float, float], ...]
+
+    def at(self, share: float) -> float:
+        """The peak, in tokens, that is not exceeded with probability `share`; linear between the known quantiles."""
+        points = self.quantiles
+        if share <= points[0][0]:
+            return points[0][1]
+        for (low, low_tokens), (high, high_tokens) in itertools.pairwise(points):
+            if share <= high:
+                return low_tokens + (high_tokens - low_tokens) * (share - low) / (high - low)
+        return points[-1][1]
+
+
+class PeakPredictor(Protocol):
+    """Predicts a session's peak context from what has happened so far."""
+
+    def predict(self, session: Session) -> Prediction:
+        """Called when the session arrives and after each of its calls. Never below the present context."""
+
+
+class ServingPolicy(Protocol):
+    """Decides which call goes on when, in which order queues serve calls, and what stays cached on purpose."""
+
+    name: str
+
+    def call(
+        self,
+        call_id: str,
+        session_id: str | None,
+        prompt_tokens: int,
+        now_s: float,
+        *,
+        ends_session: bool = False,
+        here: bool = True,
+    ) -> Decision:
+        """A call arrived: it goes on, waits, or is turned away."""
+
+    def prefilled(self, call_id: str, now_s: float) -> None:
+        """Prefill is done with the call; decode has it now."""
+
+    def finish(self, call_id: str, output_tokens: int, now_s: float) -> None:
+        """The call is over after so much output; its session runs a tool now, or has ended."""
+
+    def abandon(self, call_id: str, now_s: float) -> None:
+        """The client left (disconnect, time-out) while the call waited or ran."""
+
+    def end(self, session_id: str, now_s: float) -> list[Outcome]:
+        """The client ended the session; calls of it that still wait are turned away."""
+
+    def poll(self, now_s: float) -> list[Outcome]:
+        """Whose wait ends now."""
+
+    def observe(self, view: EngineView, now_s: float) -> None:
+        """The engine's present state; given once a second and before a `poll` after a change."""
+
+    def wake_s(self, now_s: float) -> float | None:
+        """When `poll` should be called next if nothing happens before; None if it need not."""
+
+    def order(self, session_id: str, call_arrived_s: float) -> float:
+        """Key of a call in prefill's and decode's queues, lowest first."""
+
+    def keep_until_s(self, session_id: str, now_s: float) -> float | None:
+        """Until when the KV of a call that just finished is pinned in prefill's cache; None leaves it to LRU."""

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 
 from sglang_basin.replay.arrivals import ArrivalProfile, Surge
-from sglang_basin.replay.driver import DriveSettings, Progress, ServerError, check_server, run
+from sglang_basin.replay.driver import DriveSettings, Progress, ServerError, check_server, run, served_model
 from sglang_basin.replay.goodput import Target
 from sglang_basin.replay.plan import Plan, build_plan
 from sglang_basin.replay.quantities import (
@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--sessions", type=positive_int, metavar="N", help="stop opening sessions after N")
     add("--endpoint", choices=("generate", "chat"), default="generate", help="SGLang /generate or OpenAI chat")
-    add("--model", default="default", help="model name in chat calls (default: default)")
+    add("--model", help="model name in chat calls (default: the first that the server lists)")
     add("--token-ids", type=token_range, default=(16, 512), metavar="LOW:HIGH", help="range of prompt ids (16:512)")
 
     add = parser.add_argument_group("sessions, scaled").add_argument
@@ -224,7 +224,7 @@ def _scaling(options: argparse.Namespace) -> Scaling:
 def _drive_settings(options: argparse.Namespace) -> DriveSettings:
     return DriveSettings(
         endpoint=options.endpoint,
-        model=options.model,
+        model=options.model or "default",
         token_ids=options.token_ids,
         announce_end=options.announce_end,
         retries=options.retries,
@@ -325,6 +325,13 @@ def _plan(options: argparse.Namespace, profile: ArrivalProfile, scaling: Scaling
     )
 
 
+async def _with_model(options: argparse.Namespace, settings: DriveSettings) -> DriveSettings:
+    """Chat calls must name a model that the server knows."""
+    if settings.endpoint != "chat" or options.model:
+        return settings
+    return dataclasses.replace(settings, model=await served_model(options.url))
+
+
 async def _measure(options: argparse.Namespace, console: Console) -> int:
     """`--measure-unloaded`: the first sessions of the plan, one at a time."""
     scaling, settings = _scaling(options), _drive_settings(options)
@@ -335,6 +342,7 @@ async def _measure(options: argparse.Namespace, console: Console) -> int:
     plan = _plan(options, profile, scaling)
     sessions = _distinct(planned.session for planned in plan.sessions)[: options.measure_sessions]
     await check_server(options.url)
+    settings = await _with_model(options, settings)
 
     def show(done: int, total: int) -> None:
         print(f"unloaded: {done} of {total} sessions measured", file=console.file, flush=True)
@@ -362,6 +370,7 @@ async def _replay(options: argparse.Namespace, console: Console) -> tuple[RunRes
     if times is not None:
         times.check(plan.trace_name, scaling, settings.endpoint)
     await check_server(options.url)
+    settings = await _with_model(options, settings)
     print(
         f"{len(plan.sessions)} sessions, {plan.call_count} calls from {plan.trace_name} to {options.url}",
         file=console.file,
@@ -396,8 +405,10 @@ def _report(
     more: dict[str, Any] = {"load": {name: report.describe(result.run) for name, result in arms.items()}}
     if times is not None:
         more["unloaded_model"] = dataclasses.asdict(times.model)
+    for name, result in arms.items():
+        print(report.text_timeline(name, result), end="\n\n")
     print(report.text_table(summaries))
-    report.write_json(options.out / "summary.json", summaries, **more)
+    report.write_json(options.out / "summary.json", summaries, arms, **more)
     report.write_png(options.out / "plots.png", arms, cache_tokens=options.cache_tokens)
     report.write_page(
         options.out / "page.html", arms, target=target, cache_tokens=options.cache_tokens, settings=more

@@ -392,6 +392,19 @@ async def check_server(url: str, timeout_s: float = 10.0) -> None:
         raise ServerError(f"--url {url}: no HTTP server answers there ({error or type(error).__name__})") from None
 
 
+async def served_model(url: str, timeout_s: float = 10.0) -> str:
+    """The first model that `/v1/models` lists. Raises ServerError when there is none."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http,
+            http.get(url.rstrip("/") + "/v1/models") as response,
+        ):
+            listed = msgspec.json.decode(await response.content.read(MAX_ERROR_BODY_BYTES))
+        return str(listed["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, LookupError, TypeError) as error:
+        raise ServerError(f"--url {url}: /v1/models names no model ({error!r}); give one with --model") from None
+
+
 def describe_run(plan: Plan, settings: DriveSettings, note: Mapping[str, Any] | None = None) -> RunRecord:
     """The run's first record."""
     profile = plan.profile

@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from sglang_basin.replay.goodput import Target
 from sglang_basin.replay.quantities import format_duration
 from sglang_basin.replay.records import RunRecord, RunResult
-from sglang_basin.replay.summary import Series, Summary, summarize, time_series
+from sglang_basin.replay.summary import Series, Summary, summarize, time_series, timeline
 
 _COLOURS = ("#c8553d", "#2a6f97", "#6a994e", "#8e6c8a", "#bc8a2c", "#4d4d4d")
 """By arm, in order. Told apart also with the common colour deficiencies and in grey print."""
@@ -128,14 +128,49 @@ def notes(arms: Mapping[str, Summary]) -> list[str]:
     return made
 
 
-def document(arms: Mapping[str, Summary], **more: Any) -> dict[str, Any]:
-    """The JSON report: `arms.<name>.<field of Summary>`, and whatever else the caller wants in it."""
-    return {**more, "arms": {name: summary.as_dict() for name, summary in arms.items()}}
+def text_timeline(name: str, result: RunResult) -> str:
+    """One run over time, for a terminal."""
+    head = ("from", "hit rate", "live", "waiting", "working set", "first-call wait p50", "TTFT p50")
+    lines = [head]
+    for moment in timeline(result):
+        surge = result.run.surge
+        inside = surge is not None and moment.from_s < surge[2] and moment.to_s > surge[1]
+        lines.append(
+            (
+                format_duration(moment.from_s) + (" surge" if inside else ""),
+                "-" if moment.hit_rate is None else _rate(moment.hit_rate),
+                f"{moment.live_sessions:.0f}",
+                f"{moment.waiting_sessions:.0f}",
+                f"{moment.working_set_tokens:,.0f}",
+                "-" if moment.first_call_wait_p50_s is None else _seconds(moment.first_call_wait_p50_s),
+                "-" if moment.ttft_p50_s is None else _seconds(moment.ttft_p50_s),
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    rows = [
+        line[0].ljust(widths[0])
+        + "".join("  " + cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        for line in lines
+    ]
+    return "\n".join([f"{name} over time", *rows])
 
 
-def write_json(path: Path, arms: Mapping[str, Summary], **more: Any) -> None:
+def document(
+    arms: Mapping[str, Summary], results: Mapping[str, RunResult] | None = None, **more: Any
+) -> dict[str, Any]:
+    """The JSON report: `arms.<name>.<field of Summary>`, with `results` also `arms.<name>.timeline`; `more` goes in as
+    it is."""
+    made = {name: summary.as_dict() for name, summary in arms.items()}
+    for name, result in (results or {}).items():
+        made[name]["timeline"] = [asdict(moment) for moment in timeline(result)]
+    return {**more, "arms": made}
+
+
+def write_json(
+    path: Path, arms: Mapping[str, Summary], results: Mapping[str, RunResult] | None = None, **more: Any
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document(arms, **more), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(document(arms, results, **more), indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 # ---- The plots -----------------------------------------------------------------------------------------------------

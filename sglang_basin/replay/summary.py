@@ -266,3 +266,61 @@ def time_series(result: RunResult, *, bins: int = 60, samples: int = 480) -> Ser
         ),
         first_waits=waits,
     )
+
+
+# ---- The same in a few rows ----------------------------------------------------------------------------------------
+
+_STRIDES_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """One stretch [from_s, to_s) of a run. None where nothing happened."""
+
+    from_s: float
+    to_s: float
+    hit_rate: float | None
+    """Of the calls whose first token came in the stretch, as is `ttft_p50_s`."""
+    ttft_p50_s: float | None
+    live_sessions: float
+    """Mean over the stretch, as are the next two."""
+    waiting_sessions: float
+    working_set_tokens: float
+    first_call_wait_p50_s: float | None
+    """Of the sessions that arrived in the stretch."""
+
+
+def timeline(result: RunResult, *, rows: int = 15) -> list[Moment]:
+    """The run in about `rows` stretches of equal, round length."""
+    end_s = max(result.elapsed_s, 1e-3)
+    stride_s = next((float(stride) for stride in _STRIDES_S if end_s / stride <= rows), end_s / rows)
+    series = time_series(result, bins=1, samples=20 * rows)
+    moments = []
+    for index in range(math.ceil(end_s / stride_s - 1e-9)):
+        from_s, to_s = index * stride_s, min((index + 1) * stride_s, end_s)
+        here = (series.grid_s >= from_s) & (series.grid_s < to_s)
+        ttfts = [
+            call.ttft_s
+            for call in result.calls
+            if call.first_token_at_s is not None
+            and from_s <= call.first_token_at_s < to_s
+            and call.ttft_s is not None
+        ]
+        waits = [wait.wait_s for wait in series.first_waits if from_s <= wait.arrival_s < to_s]
+        moments.append(
+            Moment(
+                from_s=from_s,
+                to_s=to_s,
+                hit_rate=hit_rate(result.calls, from_s, to_s),
+                ttft_p50_s=_quantile(ttfts, 0.5),
+                live_sessions=_mean(series.live_sessions[here]),
+                waiting_sessions=_mean(series.waiting_sessions[here]),
+                working_set_tokens=_mean(series.working_set_tokens[here]),
+                first_call_wait_p50_s=_quantile(waits, 0.5),
+            )
+        )
+    return moments
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else 0.0

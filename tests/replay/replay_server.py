@@ -151,6 +151,7 @@ async def serving(behaviour: Behaviour | None = None) -> AsyncIterator[ReplaySer
     app = web.Application(client_max_size=64 * 2**20)
     app.router.add_post("/generate", server.generate)
     app.router.add_post("/v1/chat/completions", server.generate)
+    app.router.add_get("/v1/models", lambda request: web.json_response({"data": [{"id": "tiny"}]}))
     app.router.add_get("/health", lambda request: web.Response(text="ok"))
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()

@@ -190,7 +190,8 @@ def test_the_page_is_one_file_with_every_arm(tmp_path):
 
 def test_the_json_has_the_demo_fields(tmp_path):
     path = tmp_path / "summary.json"
-    report.write_json(path, {"stock": summarize(record(healthy=False))}, seed=1)
+    result = record(healthy=False)
+    report.write_json(path, {"stock": summarize(result)}, {"stock": result}, seed=1)
     read = json.loads(path.read_text())
     assert read["seed"] == 1
     for field in (
@@ -201,6 +202,18 @@ def test_the_json_has_the_demo_fields(tmp_path):
         "first_call_wait_p50_s",
     ):
         assert field in read["arms"]["stock"]
+    moments = read["arms"]["stock"]["timeline"]
+    assert [moment["from_s"] for moment in moments] == list(range(0, 300, 30))
+    assert moments[-1]["waiting_sessions"] > 15
+    assert (moments[0]["hit_rate"], moments[-1]["hit_rate"]) == (pytest.approx(1800 / 3000), None)
+
+
+def test_the_timeline_in_text_marks_the_surge():
+    lines = report.text_timeline("stock", record(healthy=False)).splitlines()
+    assert lines[0] == "stock over time"
+    assert [line.split("  ")[0] for line in lines[2:]] == [
+        *("0s", "30s", "1m surge", "1m30s surge", "2m", "2m30s", "3m", "3m30s", "4m", "4m30s")
+    ]
 
 
 def test_a_run_without_any_session_can_still_be_reported(tmp_path):

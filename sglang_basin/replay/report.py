@@ -158,8 +158,7 @@ def text_timeline(name: str, result: RunResult) -> str:
 def document(
     arms: Mapping[str, Summary], results: Mapping[str, RunResult] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """The JSON report: `arms.<name>.<field of Summary>`, with `results` also `arms.<name>.timeline`; `more` goes in as
-    it is."""
+    """The JSON report: `arms.<name>.<field of Summary>`, with `results` also `arms.<name>.timeline`, and `more`."""
     made = {name: summary.as_dict() for name, summary in arms.items()}
     for name, result in (results or {}).items():
         made[name]["timeline"] = [asdict(moment) for moment in timeline(result)]

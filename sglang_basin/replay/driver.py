@@ -176,7 +176,7 @@ class Driver:
     async def replay(
         self, planned: PlannedSession, *, skip_tools: bool = False, unloaded_s: float | None = None
     ) -> SessionRecord:
-        """Replay one session from its first call on and record it. A cancellation ends it as `unfinished`."""
+        """Replay one session from its first call on. However it ends, by cancellation too, it is recorded."""
         self.opened += 1
         self._waiting.add(planned.uid)
         outcome: SessionOutcome = "unfinished"
@@ -193,25 +193,24 @@ class Driver:
                     await asyncio.sleep(call.tool_s)
             else:
                 outcome = "finished"
-        except asyncio.CancelledError:
-            pass  # the run is over; what was in flight has been recorded as cancelled
-        self._waiting.discard(planned.uid)
-        self.ended += 1
-        self.finished += outcome == "finished"
-        self.failed += outcome not in ("finished", "unfinished")
-        session = SessionRecord(
-            uid=planned.uid,
-            trace_id=planned.session.trace_id,
-            arrival_at_s=round(planned.arrival_s, 4),
-            end_at_s=round(self.now_s(), 4),
-            outcome=outcome,
-            counted=planned.counted,
-            calls_done=calls_done,
-            calls_planned=len(planned.session.calls),
-            peak_tokens=planned.session.peak_tokens,
-            unloaded_s=unloaded_s,
-        )
-        self._writer.session(session)
+        finally:
+            session = SessionRecord(
+                uid=planned.uid,
+                trace_id=planned.session.trace_id,
+                arrival_at_s=round(planned.arrival_s, 4),
+                end_at_s=round(self.now_s(), 4),
+                outcome=outcome,
+                counted=planned.counted,
+                calls_done=calls_done,
+                calls_planned=len(planned.session.calls),
+                peak_tokens=planned.session.peak_tokens,
+                unloaded_s=unloaded_s,
+            )
+            self._waiting.discard(planned.uid)
+            self.ended += 1
+            self.finished += outcome == "finished"
+            self.failed += outcome not in ("finished", "unfinished")
+            self._writer.session(session)
         return session
 
     def _new_prompt(self, planned: PlannedSession) -> TokenPrompt | ChatPrompt:

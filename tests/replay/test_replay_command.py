@@ -105,6 +105,18 @@ async def test_an_interrupt_keeps_and_reports_what_was_measured(tmp_path, number
     assert (tmp_path / "page.html").is_file()
 
 
+async def test_an_interrupted_measurement_writes_nothing(tmp_path):
+    async with serving(Behaviour(first_token_s=0.1)) as server:
+        process = await start("--url", server.url, *SMALL, "--measure-unloaded", tmp_path / "unloaded.json")
+        while len(server.requests) < 5:
+            await asyncio.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        code, _, err = await finish(process)
+    assert code == 130, err
+    assert "Traceback" not in err
+    assert not (tmp_path / "unloaded.json").exists()
+
+
 async def test_a_kill_leaves_the_records_readable(tmp_path):
     async with serving(Behaviour(token_s=0.001)) as server:
         process = await start("--url", server.url, *SMALL, "--rate", "20/s", "--duration", "10m", "--out", tmp_path)

@@ -410,9 +410,7 @@ def _report(
     print(report.text_table(summaries))
     report.write_json(options.out / "summary.json", summaries, arms, **more)
     report.write_png(options.out / "plots.png", arms, cache_tokens=options.cache_tokens)
-    report.write_page(
-        options.out / "page.html", arms, target=target, cache_tokens=options.cache_tokens, settings=more
-    )
+    report.write_page(options.out / "page.html", arms, target=target, cache_tokens=options.cache_tokens, settings=more)
     print(f"written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
 
 

@@ -78,9 +78,7 @@ class ArrivalProfile:
 
     def expected(self, time_s: float) -> float:
         """Λ(t): the expected number of arrivals before `time_s`."""
-        return math.fsum(
-            rate * (min(time_s, to_s) - from_s) for from_s, to_s, rate in self.pieces() if time_s > from_s
-        )
+        return math.fsum(rate * (min(time_s, to_s) - from_s) for from_s, to_s, rate in self.pieces() if time_s > from_s)
 
     def time_of(self, expected: float) -> float:
         """Λ⁻¹: the time by which `expected` arrivals are expected; infinity past the end of the profile."""

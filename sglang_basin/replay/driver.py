@@ -26,6 +26,7 @@ from sglang_basin.replay.prompts import ChatPrompt, TokenPrompt
 from sglang_basin.replay.records import (
     CallOutcome,
     CallRecord,
+    OpenedRecord,
     RecordWriter,
     RunRecord,
     RunResult,
@@ -117,9 +118,7 @@ def retry_wait_s(record: CallRecord) -> float | None:
 class Driver:
     """Sends the calls of sessions to one server and hands each record to `writer`. An async context manager."""
 
-    def __init__(
-        self, url: str, settings: DriveSettings, writer: RecordWriter, *, seed: int, trace_name: str
-    ) -> None:
+    def __init__(self, url: str, settings: DriveSettings, writer: RecordWriter, *, seed: int, trace_name: str) -> None:
         path = "/generate" if settings.endpoint == "generate" else "/v1/chat/completions"
         self._url = url.rstrip("/") + path
         self._settings = settings
@@ -182,6 +181,16 @@ class Driver:
         outcome: SessionOutcome = "unfinished"
         calls_done = 0
         prompt = self._new_prompt(planned)
+        opened = OpenedRecord(
+            uid=planned.uid,
+            trace_id=planned.session.trace_id,
+            arrival_at_s=round(planned.arrival_s, 4),
+            counted=planned.counted,
+            calls_planned=len(planned.session.calls),
+            peak_tokens=planned.session.peak_tokens,
+            unloaded_s=unloaded_s,
+        )
+        self._writer.opened(opened)
         try:
             for index, call in enumerate(planned.session.calls):
                 record = await self._call(planned, prompt, index, call)
@@ -194,18 +203,7 @@ class Driver:
             else:
                 outcome = "finished"
         finally:
-            session = SessionRecord(
-                uid=planned.uid,
-                trace_id=planned.session.trace_id,
-                arrival_at_s=round(planned.arrival_s, 4),
-                end_at_s=round(self.now_s(), 4),
-                outcome=outcome,
-                counted=planned.counted,
-                calls_done=calls_done,
-                calls_planned=len(planned.session.calls),
-                peak_tokens=planned.session.peak_tokens,
-                unloaded_s=unloaded_s,
-            )
+            session = opened.ended(round(self.now_s(), 4), outcome, calls_done)
             self._waiting.discard(planned.uid)
             self.ended += 1
             self.finished += outcome == "finished"
@@ -337,9 +335,7 @@ class Driver:
         outcome: CallOutcome,
         failure: Failure | None,
     ) -> CallRecord:
-        steps = [
-            (tokens, round(at_s - before_s, 5)) for (before_s, _), (at_s, tokens) in itertools.pairwise(arrivals)
-        ]
+        steps = [(tokens, round(at_s - before_s, 5)) for (before_s, _), (at_s, tokens) in itertools.pairwise(arrivals)]
         return msgspec.structs.replace(
             draft,
             first_token_at_s=round(arrivals[0][0], 4) if arrivals else None,

@@ -1,4 +1,4 @@
-"""What a run measured: one JSON line for the run, and one for each call and each session as it ends.
+"""What a run measured: a JSON line for the run, one as each session opens, and one as each call and session ends.
 
 The file is complete by itself: `read_records` gives back everything a report needs, also of a run that was cut short.
 All times are seconds; those ending in `_at_s` count from the start of the run.
@@ -6,6 +6,7 @@ All times are seconds; those ending in `_at_s` count from the start of the run.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -76,8 +77,26 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call", tag_fiel
         return None if self.first_token_at_s is None else self.first_token_at_s - self.due_at_s
 
 
+class OpenedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="open", tag_field="kind", omit_defaults=True):
+    """A session, written when it arrives."""
+
+    uid: str
+    trace_id: str
+    arrival_at_s: float
+    counted: bool = True
+    calls_planned: int
+    peak_tokens: int
+    """The longest context the plan gives it."""
+    unloaded_s: float | None = None
+    """How long it takes on an idle server, tool waits included; None when that was not measured."""
+
+    def ended(self, end_at_s: float, outcome: SessionOutcome, calls_done: int) -> SessionRecord:
+        fields = msgspec.structs.asdict(self)
+        return SessionRecord(**fields, end_at_s=end_at_s, outcome=outcome, calls_done=calls_done)
+
+
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, tag="session", tag_field="kind", omit_defaults=True):
-    """One replayed session, written when it ends."""
+    """A session, written when it ends: `OpenedRecord`, and how it went."""
 
     uid: str
     trace_id: str
@@ -88,9 +107,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, tag="session", ta
     calls_done: int
     calls_planned: int
     peak_tokens: int
-    """The longest context the plan gives it."""
     unloaded_s: float | None = None
-    """How long it takes on an idle server, tool waits included; None when that was not measured."""
 
     @property
     def total_s(self) -> float:
@@ -104,7 +121,7 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag="end", tag_field=
     interrupted: bool = False
 
 
-Record = RunRecord | CallRecord | SessionRecord | EndRecord
+Record = RunRecord | OpenedRecord | CallRecord | SessionRecord | EndRecord
 
 
 @dataclass
@@ -134,6 +151,9 @@ class RecordWriter:
         if self._file is not None:
             self._file.write(self._encoder.encode(record).decode() + "\n")
 
+    def opened(self, record: OpenedRecord) -> None:
+        self._line(record)
+
     def call(self, record: CallRecord) -> None:
         self.result.calls.append(record)
         self._line(record)
@@ -158,10 +178,15 @@ class RecordWriter:
 
 
 def read_records(path: Path) -> RunResult:
-    """A run from its file. A last line that was cut in the middle is skipped; anything else raises RecordError."""
+    """A run from its file. Raises RecordError.
+
+    A run that was ended by force counts as interrupted: a last line that was cut in the middle is skipped, and the
+    sessions that were open are unfinished.
+    """
     decoder = msgspec.json.Decoder(Record)
     result: RunResult | None = None
     ended = False
+    open_sessions: dict[str, OpenedRecord] = {}
     try:
         with path.open("rb") as file:
             number = 0
@@ -183,14 +208,22 @@ def read_records(path: Path) -> RunResult:
                 match record:
                     case CallRecord():
                         result.calls.append(record)
-                        result.elapsed_s = result.elapsed_s if ended else max(result.elapsed_s, record.end_at_s)
+                        result.elapsed_s = max(result.elapsed_s, record.end_at_s)
+                    case OpenedRecord():
+                        open_sessions[record.uid] = record
+                        result.elapsed_s = max(result.elapsed_s, record.arrival_at_s)
                     case SessionRecord():
                         result.sessions.append(record)
+                        open_sessions.pop(record.uid, None)
                     case EndRecord():
                         result.elapsed_s, result.interrupted, ended = record.elapsed_s, record.interrupted, True
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror or error}") from None
     if result is None:
         raise RecordError(f"{path}: empty, no run in it")
-    result.interrupted = result.interrupted or not ended
+    if not ended:
+        result.interrupted = True
+        done = Counter(call.uid for call in result.calls if call.outcome == "ok")
+        for uid, opened in open_sessions.items():
+            result.sessions.append(opened.ended(result.elapsed_s, "unfinished", done[uid]))
     return result

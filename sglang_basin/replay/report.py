@@ -304,9 +304,7 @@ def draw(arms: Mapping[str, RunResult], *, title: str | None = None, cache_token
             Line2D([], [], color=colour, linewidth=3, label=name)
             for colour, name in zip(_cycle(len(arms)), arms, strict=True)
         ]
-        figure.legend(
-            handles=handles, loc="upper right", ncols=len(handles), fontsize=12, bbox_to_anchor=(0.995, 0.99)
-        )
+        figure.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize=12, bbox_to_anchor=(0.995, 0.99))
     return figure
 
 

@@ -88,9 +88,7 @@ class FirstWait:
 def first_waits(result: RunResult, *, counted_only: bool = True) -> list[FirstWait]:
     """Of each session, in arrival order."""
     first_token_at_s = {
-        call.uid: call.first_token_at_s
-        for call in result.calls
-        if call.call == 0 and call.first_token_at_s is not None
+        call.uid: call.first_token_at_s for call in result.calls if call.call == 0 and call.first_token_at_s is not None
     }
     waits = []
     for session in sorted(result.sessions, key=lambda session: session.arrival_at_s):
@@ -302,9 +300,7 @@ def timeline(result: RunResult, *, rows: int = 15) -> list[Moment]:
         ttfts = [
             call.ttft_s
             for call in result.calls
-            if call.first_token_at_s is not None
-            and from_s <= call.first_token_at_s < to_s
-            and call.ttft_s is not None
+            if call.first_token_at_s is not None and from_s <= call.first_token_at_s < to_s and call.ttft_s is not None
         ]
         waits = [wait.wait_s for wait in series.first_waits if from_s <= wait.arrival_s < to_s]
         moments.append(

@@ -127,6 +127,8 @@ async def test_a_kill_leaves_the_records_readable(tmp_path):
     result = read_records(tmp_path / "calls.jsonl")
     assert result.interrupted
     assert len(result.calls) >= 10
+    assert {session.outcome for session in result.sessions} >= {"unfinished"}
+    assert {call.uid for call in result.calls} <= {session.uid for session in result.sessions}
 
 
 USAGE = [

@@ -6,6 +6,7 @@ import pytest
 from sglang_basin.replay import report
 from sglang_basin.replay.records import (
     CallRecord,
+    OpenedRecord,
     RecordError,
     RecordWriter,
     RunRecord,
@@ -50,25 +51,25 @@ def record(path=None, *, healthy=True, ended=True, interrupted=False):
     with RecordWriter(RUN, path) as writer:
         for number in range(30):
             at, uid = 10.0 * number, f"u{number}"
+            opened = OpenedRecord(
+                uid=uid,
+                trace_id=f"trace-{number}",
+                arrival_at_s=at,
+                calls_planned=2,
+                peak_tokens=2011,
+                unloaded_s=2.0,
+            )
+            writer.opened(opened)
             fine = healthy or at < 120
             writer.call(
                 call(uid, 0, at, cached=0, outcome="ok" if fine else "cancelled", ttft=0.5 if fine else 300 - at)
             )
             if fine:
                 writer.call(call(uid, 1, at + 2, prompt=2000, cached=1800 if at < 200 else 1900))
-            writer.session(
-                SessionRecord(
-                    uid=uid,
-                    trace_id=f"trace-{number}",
-                    arrival_at_s=at,
-                    end_at_s=at + 3 if fine else 300.0,
-                    outcome="finished" if fine else "unfinished",
-                    calls_done=2 if fine else 0,
-                    calls_planned=2,
-                    peak_tokens=2011,
-                    unloaded_s=2.0,
-                )
-            )
+            if fine:
+                writer.session(opened.ended(at + 3, "finished", 2))
+            else:
+                writer.session(opened.ended(300.0, "unfinished", 0))
         if ended:
             writer.end(150.0 if interrupted else 300.0, interrupted)
     return writer.result
@@ -95,8 +96,7 @@ def test_the_summary_counts_what_happened():
 def test_slow_decode_steps_fail_the_target():
     result = record()
     result.calls = [
-        call(c.uid, c.call, c.due_at_s, prompt=c.prompt_tokens, cached=c.cached_tokens, step=0.06)
-        for c in result.calls
+        call(c.uid, c.call, c.due_at_s, prompt=c.prompt_tokens, cached=c.cached_tokens, step=0.06) for c in result.calls
     ]
     summary = summarize(result)
     assert summary.within_target_sessions == 0
@@ -140,10 +140,13 @@ def test_records_come_back_as_they_were_written(tmp_path):
     result = record(path)
     assert read_records(path) == result
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])  # killed in the middle of a line
+    path.write_bytes(whole[: whole.index(b'"uid":"u10","call":1') + 10])  # killed in the middle of a line
     cut = read_records(path)
     assert cut.interrupted
-    assert cut.calls == result.calls[: len(cut.calls)]
+    assert cut.calls == result.calls[:21]
+    assert [session.outcome for session in cut.sessions[-2:]] == ["finished", "unfinished"]
+    assert cut.sessions[:-1] == result.sessions[:10]
+    assert (cut.sessions[-1].uid, cut.sessions[-1].calls_done) == ("u10", 1)
     assert 0 < cut.elapsed_s < 300
 
 

@@ -275,9 +275,10 @@ def _surge_text(run: RunRecord) -> str:
 def describe(run: RunRecord) -> str:
     """The offered load in one line."""
     pace = "even pace" if run.process == "fixed" else "Poisson"
+    tail = f" and {format_duration(run.tail_s)} uncounted" if run.tail_s else ""
     return (
         f"{run.trace}, {run.rate_per_s * 60:g} sessions/min ({pace}), {_surge_text(run)}, "
-        f"{format_duration(run.duration_s)}, seed {run.seed}"
+        f"{format_duration(run.duration_s)}{tail}, seed {run.seed}"
     )
 
 
@@ -389,6 +390,17 @@ def _finish_panels(panels: Sequence[Axes], arms: Mapping[str, RunResult], cache_
             ha="center",
             fontsize=9,
             color="#8a6414",
+        )
+    if first.run.tail_s:
+        hits.annotate(
+            "arrivals count until here",
+            (first.run.duration_s, 0.03),
+            xycoords=("data", "axes fraction"),
+            xytext=(-4, 0),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9,
+            color="#6b7785",
         )
     for axes in panels[-2:]:
         _label_time(axes, end_s)

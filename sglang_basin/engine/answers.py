@@ -13,6 +13,8 @@ Answer = Callable[[Any, str, int | None], None]
 
 _TEXTS = {
     Reason.HELD_TOO_LONG: "The server is at capacity and this new session could not be admitted in time.",
+    Reason.SHED: "The server is over its capacity for long, and this new session was dropped.",
+    Reason.QUEUE_FULL: "The server is at capacity and too many sessions wait already.",
     Reason.SESSION_ENDED: "The session was ended while this call waited to be admitted.",
 }
 

@@ -34,6 +34,4 @@ def register() -> None:
 def stop_message(wrong: list) -> str:
     """The text that Basin stops with when it cannot hook into this SGLang."""
     listed = "\n".join(f"  - {mismatch}" for mismatch in wrong)
-    return (
-        f"Basin cannot hook into this SGLang and stops; `python -m sglang_basin.doctor` checks all of it:\n{listed}"
-    )
+    return f"Basin cannot hook into this SGLang and stops; `python -m sglang_basin.doctor` checks all of it:\n{listed}"

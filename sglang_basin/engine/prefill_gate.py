@@ -25,8 +25,9 @@ from sglang_basin.engine.requests import (
     singly,
 )
 from sglang_basin.engine.rooms import DroppedRooms
+from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Refuse
-from sglang_basin.policy.door import Door
+from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.reservation import CurrentContext
 
 
@@ -62,19 +63,21 @@ class PrefillGate:
 
                 scheduler.idle_sleeper.poller.register(control.socket, zmq.POLLIN)
         door = Door(
+            DoorSettings(
+                idle_timeout_s=config.idle_timeout_s,
+                hold_limit_s=config.hold_limit_s,
+                max_sessions=config.max_live_sessions,
+                enabled=config.admission != "off",
+            ),
             law=CurrentContext(),
-            budget_tokens=config.budget_tokens or scheduler.max_total_num_tokens,
-            idle_timeout_s=config.idle_timeout_s,
-            hold_limit_s=config.hold_limit_s,
-            max_sessions=config.max_live_sessions,
-            enabled=config.admission != "off",
+            budget=Budget(BudgetSettings(fixed_tokens=config.budget_tokens), scheduler.max_total_num_tokens),
         )
         return cls(door, control, scheduler_answer(scheduler))
 
     def __repr__(self) -> str:
-        rule = f"admission by {self.door.law.name} context" if self.door.enabled else "admission off"
+        rule = f"admission by {self.door.law.name} context" if self.door.settings.enabled else "admission off"
         where = f", control channel at {self.control.address}" if self.control else ""
-        return f"{rule}, budget {self.door.budget_tokens} tokens{where}"
+        return f"{rule}, budget {self.door.budget.tokens} tokens{where}"
 
     # What a gate owes to `gate`.
 
@@ -144,6 +147,9 @@ class PrefillGate:
         if isinstance(decision, Queue):
             self._held[call] = request
             log.info("Basin holds a call of session %r: %s", session_id, decision)
+        elif isinstance(decision, Refuse):
+            self._held[call] = request
+            self._turn_away(decision)
         else:
             self._enter(call, request, out, track=session is not None)
 
@@ -163,18 +169,22 @@ class PrefillGate:
         """A wait at the door has ended: tell both legs."""
         _count(outcome)
         call = outcome.call_id
-        asker = self._askers.pop(call, None)
         if isinstance(outcome, Admit):
             metrics().door_wait.observe(outcome.waited_s)
             if (request := self._held.pop(call, None)) is not None:
                 self._enter(call, request, out)
-            if asker is not None:
+            if (asker := self._askers.pop(call, None)) is not None:
                 self._send(asker, messages.Enter(int(call)))
-            return
+        else:
+            self._turn_away(outcome)
+
+    def _turn_away(self, refused: Refuse) -> None:
+        """Answer a refused call's own leg, and the decode gate that waits for a verdict."""
+        call = refused.call_id
         if (request := self._forget_held(call)) is not None:
-            refuse(self._answer, request, outcome.reason, outcome.retry_after_s)
-        if asker is not None:
-            self._send(asker, messages.Turned(int(call), outcome.reason, outcome.retry_after_s))
+            refuse(self._answer, request, refused.reason, refused.retry_after_s)
+        if (asker := self._askers.pop(call, None)) is not None:
+            self._send(asker, messages.Turned(int(call), refused.reason, refused.retry_after_s))
 
     def _forget_held(self, call: str) -> TokenizedGenerateReqInput | None:
         request = self._held.pop(call, None)
@@ -207,6 +217,8 @@ class PrefillGate:
         if isinstance(decision, Queue):
             self._askers[str(room)] = peer
             self._send(peer, messages.Wait(room))
+        elif isinstance(decision, Refuse):
+            self._send(peer, messages.Turned(room, decision.reason, decision.retry_after_s))
         else:
             self._send(peer, messages.Enter(room))
 

@@ -18,6 +18,8 @@ class Reason(Enum):
     ADMISSION_OFF = "admission_off"
     LIVE_SESSION = "live_session"
     """A further call of a session that has entered; such calls never queue at the door."""
+    BELOW_BUDGET = "below_budget"
+    """Admission is off: the reservations do not exceed the budget."""
     FITS = "fits"
     NOBODY_LIVE = "nobody_live"
     """The head enters even over budget: with no live session nothing would ever make room for it."""
@@ -25,6 +27,9 @@ class Reason(Enum):
     BEHIND_QUEUE = "behind_queue"
     """It would fit, but sessions that came earlier wait; passing them would starve the large ones."""
     HELD_TOO_LONG = "held_too_long"
+    SHED = "shed"
+    """Capacity is truly short and this session has the lowest priority of those that wait."""
+    QUEUE_FULL = "queue_full"
     SESSION_ENDED = "session_ended"
     """The client ended the session while this call of it still waited."""
 

@@ -1,29 +1,68 @@
-"""The door: sessions enter while their reservations fit the budget, in arrival order, and run to completion.
+"""The door: sessions enter while their reservations fit the budget, by fixed priority, and run to completion.
 
 Rules (DESIGN, section 2), each held by a test in `tests/policy`:
 
 1. A call of a session that has entered passes at once, whatever the working set.
-2. A new session enters when nobody waits before it and its reservation fits the rest of the budget.
-3. With no session live the head enters even over budget.
-4. Otherwise the session waits; nobody passes an earlier one.
-5. A held call is refused after `hold_limit_s`; its session leaves the queue with its last call.
-6. A session ends explicitly, with a call announced as its last one, or by `idle_timeout_s` without activity while no
+2. Below the budget admission is off and every session enters, the one that crosses it included. From there on it is
+   armed, until nobody waits and the reservations are well below the budget again.
+3. Armed, a new session enters when nobody waits who goes before it and its reservation fits the rest of the budget.
+4. With no session live the head enters even over budget.
+5. Otherwise the session waits. The queue is sorted by the fixed priority; nobody passes a head that does not fit.
+6. A held call is refused after `hold_limit_s`. Its session keeps its place for `ticket_grace_s` after its last call
+   left; while it is away others may enter before it.
+7. A session ends explicitly, with a call announced as its last one, or by `idle_timeout_s` without activity while no
    call is held or prefilling. Its reservation is given back at that moment.
+8. A session that outgrows its reservation reserves more; it is never stopped for it.
+9. Shedding drops the waiting session of the highest priority value, and only under `shedding`'s rule.
 
 All times are seconds of one clock that never runs backwards; a jump backwards is taken as no time passing.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from typing import Protocol
 
+from sglang_basin.policy.budget import Budget
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Reason, Refuse
+from sglang_basin.policy.interface import EngineView
+from sglang_basin.policy.prediction import PeakPredictor
+from sglang_basin.policy.priority import ArrivalOrder
 from sglang_basin.policy.reservation import ReservationLaw
 from sglang_basin.policy.sessions import Call, Session, Stage
+from sglang_basin.policy.shedding import Rates, SheddingSettings
 
 RETRY_AFTER_S = 30.0
 """What a refused client is told to wait: under the 60 s above which SDKs ignore the advice."""
+
+DISARM_SHARE = 0.9
+"""Admission arms once the reservations are over the budget and disarms below this share of it, with nobody waiting."""
+
+
+class Order(Protocol):
+    """Gives a session its fixed priority."""
+
+    def priority(self, arrived_s: float, peak_tokens: float) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorSettings:
+    """Times in seconds."""
+
+    idle_timeout_s: float
+    hold_limit_s: float
+    ticket_grace_s: float = 0.0
+    """How long a waiting session keeps its place without a call."""
+    max_sessions: int = 100_000
+    max_queued: int | None = None
+    """Sessions that may wait at once; None for no limit of its own."""
+    peak_share: float = 0.5
+    """The quantile of the predicted peak that the priority is made of."""
+    enabled: bool = True
+    """False lets every call pass but keeps the table, so that the working set can still be watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,40 +75,45 @@ class DoorState:
     working_set_tokens: int
     reserved_tokens: int
     budget_tokens: int
+    reference_tokens: int
+    armed: bool
 
 
 class Door:
-    """Admission of sessions against a token budget. One per prefill instance; not thread-safe.
+    """Admission of sessions against a token budget. One per prefill instance; not thread-safe."""
 
-    `enabled=False` lets every call pass but keeps the table, so that the working set can still be watched.
-    """
+    name = "basin"
 
     def __init__(
         self,
+        settings: DoorSettings,
         *,
         law: ReservationLaw,
-        budget_tokens: int,
-        idle_timeout_s: float,
-        hold_limit_s: float,
-        max_sessions: int,
-        enabled: bool = True,
+        budget: Budget,
+        order: Order | None = None,
+        predictor: PeakPredictor | None = None,
+        shedding: SheddingSettings | None = None,
     ) -> None:
-        if budget_tokens < 1:
-            raise ValueError(f"budget_tokens: must be at least 1, got {budget_tokens}")
+        self.settings = settings
         self.law = law
-        self.budget_tokens = budget_tokens
-        self.idle_timeout_s = idle_timeout_s
-        self.hold_limit_s = hold_limit_s
-        self.max_sessions = max_sessions
-        self.enabled = enabled
+        self.budget = budget
+        self._by = order or ArrivalOrder()
+        self._predictor = predictor
+        self._shedding = shedding if shedding is not None and shedding.enabled else None
+        self._rates = Rates(shedding or SheddingSettings())
         self._live: OrderedDict[str, Session] = OrderedDict()  # least recently active first
-        self._queue: OrderedDict[str, Session] = OrderedDict()  # first come first
+        self._waiting: dict[str, Session] = {}
+        self._queue: list[tuple[float, int, str]] = []  # (priority, ticket, session id), sorted; no stale entries
+        self._away: OrderedDict[str, float] = OrderedDict()  # waiting sessions without a call -> since when
         self._calls: dict[str, Call] = {}
         self._held: deque[Call] = deque()  # by arrival; entries may be stale
-        self._reserved_tokens = 0
+        self._reserved_tokens = 0.0
+        self._reserved_variance = 0.0
         self._working_set_tokens = 0
         self._held_count = 0
         self._tickets = 0
+        self._armed = False
+        self._next_shed_s = float("-inf")
         self._now_s = float("-inf")
         self._ended: list[str] = []
 
@@ -101,28 +145,38 @@ class Door:
         if session_id is None:
             return Admit(call_id, Reason.NO_IDENTITY)
 
-        session = self._live.get(session_id) or self._queue.get(session_id)
+        session = self._live.get(session_id) or self._waiting.get(session_id)
+        is_new = session is None
         if session is None:
-            session = Session(session_id, now_s, prompt_tokens, now_s)
-        else:
-            self._observe(session, prompt_tokens)
+            session = Session(session_id, now_s, prompt_tokens, now_s, first_tokens=prompt_tokens)
+        session.calls_seen += 1
+        self._set_context(session, session.context_with(prompt_tokens))
+        if is_new:
+            session.priority = self._by.priority(now_s, session.predicted_peak(self.settings.peak_share))
+            self._rates.arrived(now_s)
+            self._forget_over_bound()
         call = Call(call_id, session_id, prompt_tokens, now_s, Stage.HELD, ends_session, here)
         call.stage = call.admitted_stage
-        session.calls[call_id] = call
-        self._calls[call_id] = call
 
         if session.live:
+            self._keep(session, call)
             self._touch(session, now_s)
             return Admit(call_id, Reason.LIVE_SESSION)
-        if session_id not in self._queue:
-            self._forget_over_bound()
+        if is_new:
             reason = self._may_enter(session)
-            if reason in (Reason.FITS, Reason.NOBODY_LIVE, Reason.ADMISSION_OFF):
+            if reason not in (Reason.NO_HEADROOM, Reason.BEHIND_QUEUE):
+                self._keep(session, call)
                 self._enter(session, now_s)
                 return Admit(call_id, reason)
+            limit = self.settings.max_queued
+            if limit is not None and len(self._waiting) >= limit:
+                return Refuse(call_id, Reason.QUEUE_FULL, 0.0, RETRY_AFTER_S)
             self._tickets += 1
             session.ticket = self._tickets
-            self._queue[session_id] = session
+            self._waiting[session_id] = session
+            bisect.insort(self._queue, (session.priority, session.ticket, session_id))
+        self._away.pop(session_id, None)
+        self._keep(session, call)
         call.stage = Stage.HELD
         self._held.append(call)
         self._held_count += 1
@@ -152,20 +206,15 @@ class Door:
     def finish(self, call_id: str, output_tokens: int, now_s: float) -> None:
         """The call is over (finished, aborted or failed) after `output_tokens` tokens of output."""
         now_s = self._advance(now_s)
-        call = self._drop(call_id)
-        if call is None:
-            return
-        session = self._live.get(call.session_id)
-        if session is None:  # it was still held: its session leaves the queue with its last call
-            queued = self._queue.get(call.session_id)
-            if queued is not None and not queued.calls:
-                del self._queue[call.session_id]
+        call = self._drop(call_id, now_s)
+        session = self._live.get(call.session_id) if call is not None else None
+        if call is None or session is None:
             return
         grown = call.prompt_tokens + max(0, output_tokens)
         self._set_context(session, max(session.context_tokens, grown) if session.calls else grown)
         self._touch(session, now_s)
         if call.ends_session and not session.calls:
-            self._end(session)
+            self._end(session, completed=True)
 
     def abandon(self, call_id: str, now_s: float) -> None:
         """The call is gone without having told us anything new about its session's context."""
@@ -180,24 +229,28 @@ class Door:
         now_s = self._advance(now_s)
         session = self._live.get(session_id)
         if session is not None:
-            self._end(session)
+            self._end(session, completed=True)
             return []
-        session = self._queue.pop(session_id, None)
-        if session is None:
-            return []
-        return [self._refuse(call, Reason.SESSION_ENDED, now_s) for call in list(session.calls.values())]
+        session = self._waiting.get(session_id)
+        return [] if session is None else self._turn_away(session, Reason.SESSION_ENDED, now_s)
+
+    def observe(self, view: EngineView, now_s: float) -> None:
+        """The engine's present state, about once a second: the budget follows it."""
+        self._advance(now_s)
+        self.budget.observe(view, queued=bool(self._queue), reserved_tokens=self._need())
 
     def poll(self, now_s: float) -> list[Outcome]:
         """Whose wait ends now: calls to let go on, calls to refuse. Call it after every change and once a second."""
         now_s = self._advance(now_s)
         self._expire_idle(now_s)
+        self._expire_away(now_s)
         outcomes: list[Outcome] = self._refuse_overdue(now_s)
-        while self._queue:
-            head = next(iter(self._queue.values()))
+        outcomes += self._shed(now_s)
+        while (head := self._head()) is not None:
             reason = self._fit(head)
             if reason is Reason.NO_HEADROOM:
                 break
-            del self._queue[head.session_id]
+            self._leave_queue(head)
             self._enter(head, now_s)
             for call in head.calls.values():
                 call.stage = call.admitted_stage
@@ -216,14 +269,36 @@ class Door:
     def holds_any(self) -> bool:
         return self._held_count > 0
 
+    def wake_s(self, now_s: float) -> float | None:
+        """When the next wait or idle time-out runs out, if nothing happens before."""
+        times = []
+        if self._held:
+            times.append(self._held[0].arrived_s + self.settings.hold_limit_s)
+        if self._away:
+            times.append(next(iter(self._away.values())) + self.settings.ticket_grace_s)
+        if self._queue and self._live:
+            times.append(next(iter(self._live.values())).last_active_s + self.settings.idle_timeout_s)
+        return max(now_s, min(times)) if times else None
+
+    def order(self, session_id: str, call_arrived_s: float) -> float:
+        """The session's fixed priority; a call without a session counts as a session of its own."""
+        session = self._live.get(session_id) or self._waiting.get(session_id)
+        return call_arrived_s if session is None else session.priority
+
+    def keep_until_s(self, session_id: str, now_s: float) -> float | None:
+        """Basin pins nothing: admission keeps the working set within what LRU can hold."""
+        return None
+
     def state(self) -> DoorState:
         return DoorState(
             live_sessions=len(self._live),
-            queued_sessions=len(self._queue),
+            queued_sessions=len(self._waiting),
             held_calls=self._held_count,
             working_set_tokens=self._working_set_tokens,
-            reserved_tokens=self._reserved_tokens,
-            budget_tokens=self.budget_tokens,
+            reserved_tokens=round(self._need()),
+            budget_tokens=self.budget.tokens,
+            reference_tokens=self.budget.reference_tokens,
+            armed=self._armed,
         )
 
     def live_session(self, session_id: str) -> Session | None:
@@ -231,110 +306,180 @@ class Door:
 
     # The rules.
 
+    def _need(self, session: Session | None = None) -> float:
+        """Σ mean + z · √(Σ variance) of the live sessions, and of one more."""
+        tokens, variance = self._reserved_tokens, self._reserved_variance
+        if session is not None:
+            reservation = self.law.reserve(session)
+            tokens += reservation.tokens
+            variance += reservation.variance
+        return tokens + self.law.z * math.sqrt(max(0.0, variance)) if self.law.z else tokens
+
+    def _rearm(self) -> bool:
+        """Whether admission holds sessions now: from above the budget on, until well below it with nobody waiting."""
+        need = self._need()
+        if need > self.budget.tokens:
+            self._armed = True
+        elif not self._queue and need < DISARM_SHARE * self.budget.tokens:
+            self._armed = False
+        return self._armed
+
     def _may_enter(self, session: Session) -> Reason:
-        if not self.enabled:
+        if not self.settings.enabled:
             return Reason.ADMISSION_OFF
-        if self._queue:
+        head = self._head()
+        if head is not None and head.priority <= session.priority:
             return Reason.BEHIND_QUEUE
         return self._fit(session)
 
     def _fit(self, session: Session) -> Reason:
         if not self._live:
             return Reason.NOBODY_LIVE
-        fits = self.law.tokens(session) <= self.budget_tokens - self._reserved_tokens
-        return Reason.FITS if fits else Reason.NO_HEADROOM
+        if not self._rearm():
+            return Reason.BELOW_BUDGET
+        return Reason.FITS if self._need(session) <= self.budget.tokens else Reason.NO_HEADROOM
+
+    def _head(self) -> Session | None:
+        """The first waiting session that has a call to let in."""
+        if not self._away:
+            return self._waiting[self._queue[0][2]] if self._queue else None
+        return next((self._waiting[entry[2]] for entry in self._queue if entry[2] not in self._away), None)
 
     def _present(self, call: Call, now_s: float) -> Decision:
         if call.stage is not Stage.HELD:
             return Admit(call.call_id, Reason.LIVE_SESSION, now_s - call.arrived_s)
-        session = self._queue[call.session_id]
-        ahead = session.ticket - next(iter(self._queue.values())).ticket
+        session = self._waiting[call.session_id]
+        ahead = bisect.bisect_left(self._queue, (session.priority, session.ticket, session.session_id))
         return Queue(
             call.call_id,
             Reason.BEHIND_QUEUE if ahead else Reason.NO_HEADROOM,
-            need_tokens=self.law.tokens(session),
-            free_tokens=self.budget_tokens - self._reserved_tokens,
+            need_tokens=round(self.law.reserve(session).tokens),
+            free_tokens=round(self.budget.tokens - self._need()),
             ahead=ahead,
         )
+
+    def _keep(self, session: Session, call: Call) -> None:
+        session.calls[call.call_id] = call
+        self._calls[call.call_id] = call
 
     def _enter(self, session: Session, now_s: float) -> None:
         session.live = True
         self._live[session.session_id] = session
         self._working_set_tokens += session.context_tokens
-        session.reserved_tokens = self.law.tokens(session)
-        self._reserved_tokens += session.reserved_tokens
+        session.reserved_tokens = session.reserved_variance = 0.0
+        self._reserve(session)
         self._touch(session, now_s)
 
-    def _observe(self, session: Session, prompt_tokens: int) -> None:
-        before = session.context_tokens
-        session.observe_prompt(prompt_tokens)
-        after, session.context_tokens = session.context_tokens, before
-        self._set_context(session, after)
-
     def _set_context(self, session: Session, context_tokens: int) -> None:
-        """Change a session's context and, once it has entered, what it reserves: it may outgrow, never deadlock."""
-        if not session.live:
-            session.context_tokens = context_tokens
-            return
-        self._working_set_tokens += context_tokens - session.context_tokens
+        """Change a session's context, predict anew and, once it has entered, change what it reserves."""
+        if session.live:
+            self._working_set_tokens += context_tokens - session.context_tokens
         session.context_tokens = context_tokens
-        reserved = self.law.tokens(session)
-        self._reserved_tokens += reserved - session.reserved_tokens
-        session.reserved_tokens = reserved
+        session.peak_tokens = max(session.peak_tokens, context_tokens)
+        if self._predictor is not None:
+            session.prediction = self._predictor.predict(session)
+        if session.live:
+            self._reserve(session)
 
-    def _end(self, session: Session) -> None:
+    def _reserve(self, session: Session) -> None:
+        reservation = self.law.reserve(session)
+        self._reserved_tokens += reservation.tokens - session.reserved_tokens
+        self._reserved_variance += reservation.variance - session.reserved_variance
+        session.reserved_tokens, session.reserved_variance = reservation.tokens, reservation.variance
+
+    def _end(self, session: Session, *, completed: bool) -> None:
         del self._live[session.session_id]
         session.live = False
         self._working_set_tokens -= session.context_tokens
         self._reserved_tokens -= session.reserved_tokens
+        self._reserved_variance -= session.reserved_variance
+        if not self._live:  # no rounding error outlives the sessions that caused it
+            self._reserved_tokens = self._reserved_variance = 0.0
         for call_id in session.calls:
             del self._calls[call_id]
         session.calls.clear()
         self._ended.append(session.session_id)
+        if completed:
+            self._rates.completed(self._now_s)
+        if self._predictor is not None:
+            self._predictor.learn(session)
 
-    def _drop(self, call_id: str) -> Call | None:
+    def _drop(self, call_id: str, now_s: float) -> Call | None:
+        """Forget a call. A waiting session that loses its last call goes away, or leaves the queue without a grace."""
         call = self._calls.pop(call_id, None)
         if call is None:
             return None
         if call.stage is Stage.HELD:
             self._held_count -= 1
-        session = self._live.get(call.session_id) or self._queue.get(call.session_id)
-        if session is not None:
-            session.calls.pop(call_id, None)
+        session = self._live.get(call.session_id) or self._waiting[call.session_id]
+        del session.calls[call_id]
+        if not session.live and not session.calls:
+            if self.settings.ticket_grace_s > 0:
+                self._away[session.session_id] = now_s
+            else:
+                self._leave_queue(session)
         return call
 
+    def _leave_queue(self, session: Session) -> None:
+        del self._waiting[session.session_id]
+        self._away.pop(session.session_id, None)
+        entry = (session.priority, session.ticket, session.session_id)
+        del self._queue[bisect.bisect_left(self._queue, entry)]
+
     def _refuse(self, call: Call, reason: Reason, now_s: float) -> Refuse:
-        self._drop(call.call_id)
+        self._drop(call.call_id, now_s)
         return Refuse(call.call_id, reason, now_s - call.arrived_s, RETRY_AFTER_S)
+
+    def _turn_away(self, session: Session, reason: Reason, now_s: float) -> list[Refuse]:
+        """A waiting session leaves for good: it keeps no place."""
+        refused = [self._refuse(call, reason, now_s) for call in list(session.calls.values())]
+        if session.session_id in self._waiting:
+            self._leave_queue(session)
+        return refused
 
     def _refuse_overdue(self, now_s: float) -> list[Outcome]:
         refused: list[Outcome] = []
         while self._held:
             call = self._held[0]
             if self._calls.get(call.call_id) is call and call.stage is Stage.HELD:
-                if now_s - call.arrived_s < self.hold_limit_s:
+                if now_s - call.arrived_s < self.settings.hold_limit_s:
                     break
-                session = self._queue[call.session_id]
                 refused.append(self._refuse(call, Reason.HELD_TOO_LONG, now_s))
-                if not session.calls:
-                    del self._queue[call.session_id]
             self._held.popleft()
         return refused
+
+    def _shed(self, now_s: float) -> list[Refuse]:
+        if self._shedding is None or (head := self._head()) is None:
+            return []
+        if now_s - head.arrived_s < self._shedding.head_wait_s or self._fit(head) is not Reason.NO_HEADROOM:
+            return []
+        excess = self._rates.excess_per_s(now_s)
+        if now_s < self._next_shed_s or excess <= 0:
+            return []
+        self._next_shed_s = now_s + 1 / excess  # what arrives beyond the capacity is what must go
+        return self._turn_away(self._waiting[self._queue[-1][2]], Reason.SHED, now_s)
 
     def _expire_idle(self, now_s: float) -> None:
         while self._live:
             oldest = next(iter(self._live.values()))
-            if now_s - oldest.last_active_s < self.idle_timeout_s:
+            if now_s - oldest.last_active_s < self.settings.idle_timeout_s:
                 return
             if oldest.busy():
                 self._touch(oldest, now_s)
             else:
-                self._end(oldest)
+                self._end(oldest, completed=True)
+
+    def _expire_away(self, now_s: float) -> None:
+        while self._away:
+            session_id, since_s = next(iter(self._away.items()))
+            if now_s - since_s < self.settings.ticket_grace_s:
+                return
+            self._leave_queue(self._waiting[session_id])
 
     def _forget_over_bound(self) -> None:
         """Keep the table bounded: forget the longest idle sessions, whose return would make them new ones."""
-        while len(self._live) + len(self._queue) >= self.max_sessions and self._live:
-            self._end(next(iter(self._live.values())))
+        while len(self._live) + len(self._waiting) >= self.settings.max_sessions and self._live:
+            self._end(next(iter(self._live.values())), completed=False)
 
     def _touch(self, session: Session, now_s: float) -> None:
         session.last_active_s = now_s

@@ -7,12 +7,14 @@ sees only what a serving system can see at that moment: prompts and outputs that
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_basin.policy.decisions import Decision, Outcome
-from sglang_basin.policy.sessions import Session
+from sglang_basin.policy.prediction import PeakPredictor, Prediction
+
+__all__ = ["EngineView", "PeakPredictor", "Prediction", "ServingPolicy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +43,6 @@ class EngineView:
         return self.cache_tokens + self.host_tokens + self.lent_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A session's peak context as a few quantiles, ascending in both columns: ((0.1, 900), (0.5, 2000), …)."""
-
-    quantiles: tuple[tuple[float, float], ...]
-
-    def at(self, share: float) -> float:
-        """The peak, in tokens, that is not exceeded with probability `share`; linear between the known quantiles."""
-        points = self.quantiles
-        if share <= points[0][0]:
-            return points[0][1]
-        for (low, low_tokens), (high, high_tokens) in itertools.pairwise(points):
-            if share <= high:
-                return low_tokens + (high_tokens - low_tokens) * (share - low) / (high - low)
-        return points[-1][1]
-
-
-class PeakPredictor(Protocol):
-    """Predicts a session's peak context from what has happened so far."""
-
-    def predict(self, session: Session) -> Prediction:
-        """Called when the session arrives and after each of its calls. Never below the present context."""
-
-
 class ServingPolicy(Protocol):
     """Decides which call goes on when, in which order queues serve calls, and what stays cached on purpose."""
 
@@ -91,7 +69,7 @@ class ServingPolicy(Protocol):
     def abandon(self, call_id: str, now_s: float) -> None:
         """The client left (disconnect, time-out) while the call waited or ran."""
 
-    def end(self, session_id: str, now_s: float) -> list[Outcome]:
+    def end(self, session_id: str, now_s: float) -> Sequence[Outcome]:
         """The client ended the session; calls of it that still wait are turned away."""
 
     def poll(self, now_s: float) -> list[Outcome]:

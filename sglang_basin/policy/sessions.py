@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from sglang_basin.policy.prediction import Prediction
+
 
 class Stage(Enum):
     HELD = "held"
@@ -48,7 +50,17 @@ class Session:
     last_active_s: float
     live: bool = False
     """It has entered; False while it waits at the door."""
-    reserved_tokens: int = 0
+    priority: float = 0.0
+    """Fixed at arrival; lowest goes first everywhere."""
+    prediction: Prediction | None = None
+    """Of its peak context, as of its latest call."""
+    calls_seen: int = 0
+    first_tokens: int = 0
+    """The first call's prompt."""
+    peak_tokens: int = 0
+    """The longest context so far."""
+    reserved_tokens: float = 0.0
+    reserved_variance: float = 0.0
     ticket: int = 0
     """Its number in the queue, counted up by one from session to session."""
     calls: dict[str, Call] = field(default_factory=dict)
@@ -58,9 +70,18 @@ class Session:
         """Whether a call is held or prefilling, the stages whose end this instance sees itself."""
         return any(call.stage is not Stage.DECODING for call in self.calls.values())
 
-    def observe_prompt(self, prompt_tokens: int) -> None:
-        """Take a new call's prompt as the context; with calls in flight side by side, the longest counts."""
-        if self.calls:
-            self.context_tokens = max(self.context_tokens, prompt_tokens)
-        else:
-            self.context_tokens = prompt_tokens
+    def context_with(self, prompt_tokens: int) -> int:
+        """The context once a call with this prompt has arrived; of calls in flight side by side the longest counts."""
+        return max(self.context_tokens, prompt_tokens) if self.calls else prompt_tokens
+
+    def predicted_peak(self, share: float) -> float:
+        """The predicted peak's quantile, in tokens; never below the present context."""
+        if self.prediction is None:
+            return float(self.context_tokens)
+        return max(float(self.context_tokens), self.prediction.at(share))
+
+    def growth_per_call(self) -> float | None:
+        """Tokens that the context has grown per call so far; None until the second call."""
+        if self.calls_seen < 2:
+            return None
+        return max(0.0, (self.context_tokens - self.first_tokens) / (self.calls_seen - 1))

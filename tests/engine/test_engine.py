@@ -18,8 +18,8 @@ from conftest import BUDGET_TOKENS, HOLD_LIMIT_S, POOL_TOKENS, Stack
 
 pytestmark = pytest.mark.stack
 
-FULL = BUDGET_TOKENS - 100
-"""A prompt that leaves too little of the budget for `SMALL`."""
+FULL = BUDGET_TOKENS + 100
+"""A prompt that is over the budget by itself: nobody enters beside it."""
 SMALL = 300
 
 
@@ -180,9 +180,7 @@ def test_a_client_that_leaves_while_its_call_is_held_leaves_nothing_behind(empty
     # `empty` checks that gauges, queues and transfer tables come back to nothing; the pool is whole again too:
     assert requests.post(empty.prefill_url + "/flush_cache", timeout=20).ok
     assert requests.post(empty.decode_url + "/flush_cache", timeout=20).ok
-    empty.until(
-        lambda: empty.metric("prefill", "sglang:kv_available_tokens") == POOL_TOKENS, "prefill's pool is whole"
-    )
+    empty.until(lambda: empty.metric("prefill", "sglang:kv_available_tokens") == POOL_TOKENS, "prefill's pool is whole")
     empty.until(lambda: empty.metric("decode", "sglang:kv_available_tokens") == POOL_TOKENS, "decode's pool is whole")
 
 
@@ -267,9 +265,7 @@ def test_with_basin_the_tokens_are_stocks(empty: Stack, stock: Stack) -> None:
             response = generate(stack, session, ids, tokens=16, ends=turn == 2, stream=turn == 1)
             final = list(chunks(response))[-1] if turn == 1 else response.json()
             assert len(final["output_ids"]) == 16 or turn == 1
-            tokens = (
-                final["output_ids"] if turn != 1 else generate(stack, session, ids, tokens=16).json()["output_ids"]
-            )
+            tokens = final["output_ids"] if turn != 1 else generate(stack, session, ids, tokens=16).json()["output_ids"]
             out.append(tokens)
             ids = ids + tokens + prompt(40, 61 + turn)
         return out

@@ -25,7 +25,8 @@ from sglang_basin.engine.identity import ACTION_TYPE
 from sglang_basin.engine.metrics import metrics
 from sglang_basin.engine.prefill_gate import PrefillGate
 from sglang_basin.engine.rooms import DroppedRooms
-from sglang_basin.policy.door import Door
+from sglang_basin.policy.budget import Budget, BudgetSettings
+from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.reservation import CurrentContext
 
 HOST = "127.0.0.1"
@@ -45,7 +46,7 @@ class Clock:
 class Pair:
     """A prefill and a decode gate with a real channel between them."""
 
-    def __init__(self, budget_tokens: int = 100) -> None:
+    def __init__(self, max_queued: int | None = None) -> None:
         self.clock = Clock()
         self.answers: dict[str, list[tuple[str, int | None]]] = {"prefill": [], "decode": []}
         with socket.socket() as probe:
@@ -53,7 +54,9 @@ class Pair:
             self.port = probe.getsockname()[1]
         self.channel = PrefillEnd(HOST, self.port)
         door = Door(
-            law=CurrentContext(), budget_tokens=budget_tokens, idle_timeout_s=60, hold_limit_s=30, max_sessions=100
+            DoorSettings(idle_timeout_s=60, hold_limit_s=30, max_sessions=100, max_queued=max_queued),
+            law=CurrentContext(),
+            budget=Budget(BudgetSettings(fixed_tokens=100), capacity_tokens=1),
         )
         self.prefill = PrefillGate(door, self.channel, self._answer("prefill"), self.clock)
         self.decode = DecodeGate(
@@ -132,7 +135,7 @@ def test_the_first_call_passes_on_both_sides_and_the_next_one_without_a_question
 
 
 def test_a_session_that_does_not_fit_waits_on_both_sides_until_another_ends(pair: Pair) -> None:
-    pair.enter("a", 1, 100)
+    pair.enter("a", 1, 101)
     waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
     prefill_out, decode_out = pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
     assert prefill_out == decode_out == []
@@ -143,7 +146,7 @@ def test_a_session_that_does_not_fit_waits_on_both_sides_until_another_ends(pair
 
 
 def test_decodes_report_of_the_last_calls_end_lets_the_next_session_in(pair: Pair) -> None:
-    last = {"prefill": [pair.call("a", 1, 100, side="p", ends=True)], "decode": [pair.call("a", 1, 100, ends=True)]}
+    last = {"prefill": [pair.call("a", 1, 101, side="p", ends=True)], "decode": [pair.call("a", 1, 101, ends=True)]}
     pair.until(lambda p, d: len(p) == len(d) == 1, **last)
     waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
     pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
@@ -153,7 +156,7 @@ def test_decodes_report_of_the_last_calls_end_lets_the_next_session_in(pair: Pai
 
 
 def test_a_call_held_too_long_is_answered_503_on_both_sides_and_its_room_is_dropped(pair: Pair) -> None:
-    pair.enter("a", 1, 100)
+    pair.enter("a", 1, 101)
     waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
     pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
     pair.clock.now_s = 31.0
@@ -165,7 +168,7 @@ def test_a_call_held_too_long_is_answered_503_on_both_sides_and_its_room_is_drop
 
 
 def test_a_disconnect_while_held_releases_both_sides(pair: Pair) -> None:
-    pair.enter("a", 1, 100)
+    pair.enter("a", 1, 101)
     waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
     pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
     pair.until(lambda p, d: p and d, prefill=[AbortReq(rid="p2")], decode=[AbortReq(rid="d2")])
@@ -175,14 +178,14 @@ def test_a_disconnect_while_held_releases_both_sides(pair: Pair) -> None:
 
 
 def test_decodes_disconnect_alone_takes_the_session_out_of_the_queue(pair: Pair) -> None:
-    pair.enter("a", 1, 100)
+    pair.enter("a", 1, 101)
     pair.until(lambda p, d: pair.prefill.door.holds_any, decode=[pair.call("b", 2)])
     pair.until(lambda p, d: not pair.prefill.door.holds_any, decode=[AbortReq(rid="d2")])
     assert pair.prefill.door.state().queued_sessions == 0
 
 
 def test_calls_without_identity_pass_both_gates(pair: Pair) -> None:
-    pair.enter("a", 1, 100)
+    pair.enter("a", 1, 101)
     assert rids(pair.prefill.pass_on([pair.call(None, 5, side="p")])) == ["p5"]
     assert rids(pair.decode.pass_on([pair.call(None, 5)])) == ["d5"]
 
@@ -202,7 +205,7 @@ def test_a_silent_prefill_costs_the_patience_and_then_the_call_goes_on(pair: Pai
 
 
 def test_a_waiting_call_is_not_let_go_while_prefill_still_answers(pair: Pair) -> None:
-    pair.enter("a", 1, 100)
+    pair.enter("a", 1, 101)
     waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
     pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
     for now_s in range(0, 28, 6):
@@ -245,7 +248,7 @@ def test_a_taken_port_is_an_error_that_names_the_mend(pair: Pair) -> None:
 
 
 def test_letting_go_returns_every_held_request(pair: Pair) -> None:
-    pair.enter("a", 1, 100)
+    pair.enter("a", 1, 101)
     pair.prefill.pass_on([pair.call("b", 2, side="p"), pair.call("c", 3, side="p")])
     assert rids(pair.prefill.let_go()) == ["p2", "p3"]
 
@@ -255,3 +258,13 @@ def test_an_odd_request_goes_on_and_the_gate_stays(pair: Pair) -> None:
     odd.kv_hints = 17
     assert pair.prefill.pass_on([odd]) == [odd]
     pair.enter("a", 1, 60)
+
+
+def test_a_full_queue_turns_both_legs_away_at_once(pair: Pair) -> None:
+    full = Pair(max_queued=0)
+    full.enter("a", 1, 101)
+    arriving = {"prefill": [full.call("b", 2, side="p")], "decode": [full.call("b", 2)]}
+    full.until(lambda p, d: all(full.answers.values()), **arriving)
+    assert full.answers == {"prefill": [("p2", 503)], "decode": [("d2", 503)]}
+    full.prefill.let_go()
+    full.decode.let_go()

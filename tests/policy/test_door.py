@@ -6,32 +6,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.decisions import Admit, Queue, Reason, Refuse
-from sglang_basin.policy.door import Door
+from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.reservation import CurrentContext
 
 
 def make_door(budget_tokens: int = 100, **changes: object) -> Door:
     settings_ = {"idle_timeout_s": 60.0, "hold_limit_s": 30.0, "max_sessions": 1000, **changes}
-    return Door(law=CurrentContext(), budget_tokens=budget_tokens, **settings_)
+    budget = Budget(BudgetSettings(fixed_tokens=budget_tokens), capacity_tokens=1)
+    return Door(DoorSettings(**settings_), law=CurrentContext(), budget=budget)
 
 
 def enter(door: Door, call_id: str, session_id: str, tokens: int, now_s: float = 0.0) -> None:
     assert isinstance(door.call(call_id, session_id, tokens, now_s), Admit)
 
 
-def test_sessions_enter_while_they_fit_and_wait_after() -> None:
+def test_below_the_budget_everybody_enters_and_over_it_sessions_wait() -> None:
     door = make_door()
     assert door.call("1", "a", 60, 0.0) == Admit("1", Reason.NOBODY_LIVE)
-    assert door.call("2", "b", 40, 0.0) == Admit("2", Reason.FITS)
-    assert door.call("3", "c", 1, 0.0) == Queue("3", Reason.NO_HEADROOM, need_tokens=1, free_tokens=0, ahead=0)
+    assert door.call("2", "b", 60, 0.0) == Admit("2", Reason.BELOW_BUDGET)
+    assert door.call("3", "c", 1, 0.0) == Queue("3", Reason.NO_HEADROOM, need_tokens=1, free_tokens=-20, ahead=0)
+
+
+def test_once_armed_a_session_must_fit_until_nobody_waits_and_the_budget_is_well_kept() -> None:
+    door = make_door()
+    enter(door, "1", "a", 60)
+    enter(door, "2", "b", 60)  # crosses the budget: armed
+    door.end("b", 1.0)
+    assert isinstance(door.call("3", "c", 30, 1.0), Admit)  # 60 of 100 and nobody waits: disarmed again
+    door.call("4", "d", 30, 1.0)  # crosses
+    assert door.state().reserved_tokens == 120
+    assert isinstance(door.call("5", "e", 10, 2.0), Queue)
+    door.end("c", 3.0)  # 90 of 100 and somebody waits: still armed
+    assert door.poll(3.0) == [Admit("5", Reason.FITS, 1.0)]
+    assert isinstance(door.call("6", "f", 1, 3.0), Queue)
 
 
 def test_a_later_small_session_does_not_pass_the_head() -> None:
     door = make_door()
     enter(door, "1", "a", 60)
-    assert isinstance(door.call("2", "large", 50, 0.0), Queue)
-    small = door.call("3", "small", 5, 0.0)
+    enter(door, "2", "b", 50)
+    assert isinstance(door.call("3", "large", 50, 0.0), Queue)
+    door.end("b", 0.5)
+    small = door.call("4", "small", 5, 0.6)
     assert isinstance(small, Queue)
     assert small.reason is Reason.BEHIND_QUEUE
     assert small.ahead == 1
@@ -56,7 +74,7 @@ def test_the_head_enters_over_budget_when_nobody_is_live() -> None:
 
 def test_the_end_of_a_session_lets_the_queue_enter_in_order_of_arrival() -> None:
     door = make_door()
-    enter(door, "1", "a", 100)
+    enter(door, "1", "a", 101)
     for i in range(2, 6):
         assert isinstance(door.call(str(i), f"s{i}", 40, float(i)), Queue)
     door.finish("1", 0, 10.0)
@@ -67,7 +85,7 @@ def test_the_end_of_a_session_lets_the_queue_enter_in_order_of_arrival() -> None
 
 def test_a_session_waiting_with_two_calls_enters_with_both() -> None:
     door = make_door()
-    enter(door, "1", "a", 100)
+    enter(door, "1", "a", 101)
     assert isinstance(door.call("2", "b", 10, 0.0), Queue)
     assert isinstance(door.call("3", "b", 12, 0.0), Queue)
     door.end("a", 1.0)
@@ -108,7 +126,7 @@ def test_reports_of_running_calls_keep_a_session_alive_and_lost_ones_do_not_for_
 
 def test_a_call_held_too_long_is_refused_and_its_session_leaves() -> None:
     door = make_door(hold_limit_s=30.0)
-    enter(door, "1", "a", 100)
+    enter(door, "1", "a", 101)
     door.call("2", "b", 10, 5.0)
     assert door.poll(34.0) == []
     (refused,) = door.poll(35.0)
@@ -120,7 +138,7 @@ def test_a_call_held_too_long_is_refused_and_its_session_leaves() -> None:
 
 def test_an_abandoned_held_call_leaves_nothing_behind() -> None:
     door = make_door()
-    enter(door, "1", "a", 100)
+    enter(door, "1", "a", 101)
     door.call("2", "b", 10, 0.0)
     door.abandon("2", 1.0)
     assert door.state().queued_sessions == 0
@@ -131,7 +149,7 @@ def test_an_abandoned_held_call_leaves_nothing_behind() -> None:
 
 def test_both_legs_bring_the_same_call_once() -> None:
     door = make_door()
-    enter(door, "1", "a", 100)
+    enter(door, "1", "a", 101)
     assert isinstance(door.call("2", "b", 10, 0.0, here=False), Queue)
     assert isinstance(door.call("2", "b", 10, 0.0), Queue)
     assert door.state().held_calls == 1
@@ -149,7 +167,7 @@ def test_a_call_that_only_decode_knows_does_not_keep_its_session_for_ever() -> N
 
 def test_a_queued_session_that_ends_gets_its_calls_refused() -> None:
     door = make_door()
-    enter(door, "1", "a", 100)
+    enter(door, "1", "a", 101)
     door.call("2", "b", 10, 0.0)
     (refused,) = door.end("b", 1.0)
     assert refused.reason is Reason.SESSION_ENDED
@@ -179,7 +197,7 @@ def test_the_table_stays_within_its_bound() -> None:
 
 def test_a_clock_that_jumps_back_neither_ends_nor_refuses_anything() -> None:
     door = make_door(idle_timeout_s=10.0, hold_limit_s=10.0)
-    enter(door, "1", "a", 100, 1000.0)
+    enter(door, "1", "a", 101, 1000.0)
     door.call("2", "b", 10, 1000.0)
     assert door.poll(5.0) == []
     assert door.state().live_sessions == 1
@@ -221,9 +239,7 @@ def test_invariants_hold_under_any_course_of_events(events: list, budget_tokens:
         if kind in ("call", "ask", "last"):
             call_id = f"c{len(made)}"
             made.append(call_id)
-            decision = door.call(
-                call_id, f"s{session}", tokens, now_s, ends_session=kind == "last", here=kind != "ask"
-            )
+            decision = door.call(call_id, f"s{session}", tokens, now_s, ends_session=kind == "last", here=kind != "ask")
             if isinstance(decision, Queue):
                 waiting.add(call_id)
         elif kind == "end":

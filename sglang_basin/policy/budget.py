@@ -1,0 +1,77 @@
+"""The budget that reservations are held against, and how it follows the engine.
+
+Reference: min(0.9 × knee, capacity), where capacity counts every memory that can give a prefix back (device, host
+tier, lent decode memory); without a calibrated knee, the capacity; or a number that the user fixed. In service the
+budget moves within a small band around the reference: up while sessions queue and the hit rate is on its high stretch,
+down once it falls off (the article's rule, DESIGN section 2; the step sizes are ours).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_basin.policy.interface import EngineView
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetSettings:
+    """How a budget is set. Shares are parts of the reference."""
+
+    fixed_tokens: int | None = None
+    """The reference as the user set it; None derives it."""
+    knee_tokens: int | None = None
+    """The working set above which the hit rate collapses, from calibration."""
+    knee_share: float = 0.9
+    band: float = 0.0
+    """How far the budget may move from its reference, to either side; 0 keeps it there."""
+    step_up: float = 0.01
+    step_down: float = 0.05
+    """Per observation with fresh calls; falling off the stretch is worse than a longer queue, hence the difference."""
+    healthy_hit_rate: float = 0.9
+    """The high stretch of the hit rate until the deployment's own has been seen."""
+    tolerance: float = 0.05
+    """The hit rate is on its high stretch within this much of it."""
+
+
+class Budget:
+    """A token budget that follows what it observes. `tokens` is what holds now."""
+
+    def __init__(self, settings: BudgetSettings, capacity_tokens: int) -> None:
+        """`capacity_tokens` holds until the first observation. Raises ValueError naming a wrong setting."""
+        if settings.fixed_tokens is not None and settings.fixed_tokens < 1:
+            raise ValueError(f"budget_tokens: must be at least 1, got {settings.fixed_tokens}")
+        if not 0 <= settings.band < 1:
+            raise ValueError(f"budget band: must be at least 0 and below 1, got {settings.band}")
+        self.settings = settings
+        self.capacity_tokens = max(1, capacity_tokens)
+        self.factor = 1.0
+        self.high_hit_rate: float | None = None
+        """The deployment's own high stretch: what the hit rate is while the working set is well below the budget."""
+
+    @property
+    def reference_tokens(self) -> int:
+        settings = self.settings
+        if settings.fixed_tokens is not None:
+            return settings.fixed_tokens
+        if settings.knee_tokens is None:
+            return self.capacity_tokens
+        return max(1, int(min(settings.knee_share * settings.knee_tokens, self.capacity_tokens)))
+
+    @property
+    def tokens(self) -> int:
+        return max(1, int(self.factor * self.reference_tokens))
+
+    def observe(self, view: EngineView, *, queued: bool, reserved_tokens: float) -> None:
+        """Follow the engine: its capacity at once, its hit rate within the band."""
+        self.capacity_tokens = max(1, view.capacity_tokens)
+        settings = self.settings
+        if view.hit_rate is None:
+            return
+        if reserved_tokens < 0.7 * self.reference_tokens:
+            seen = self.high_hit_rate
+            self.high_hit_rate = view.hit_rate if seen is None else seen + 0.05 * (view.hit_rate - seen)
+        high = settings.healthy_hit_rate if self.high_hit_rate is None else self.high_hit_rate
+        if view.hit_rate < high - 2 * settings.tolerance:
+            self.factor = max(1 - settings.band, self.factor - settings.step_down)
+        elif queued and view.hit_rate >= high - settings.tolerance:
+            self.factor = min(1 + settings.band, self.factor + settings.step_up)

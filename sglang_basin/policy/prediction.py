@@ -1,0 +1,74 @@
+"""Predicted peaks: the form of a prediction, and the simplest predictor, which needs nothing but finished sessions."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from sglang_basin.policy.sessions import Session
+
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
+"""The quantiles that a prediction carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A session's peak context as a few quantiles, ascending in both columns: ((0.1, 900), (0.5, 2000), …)."""
+
+    quantiles: tuple[tuple[float, float], ...]
+
+    def at(self, share: float) -> float:
+        """The peak, in tokens, that is not exceeded with probability `share`; linear between the known quantiles."""
+        points = self.quantiles
+        if share <= points[0][0]:
+            return points[0][1]
+        for (low, low_tokens), (high, high_tokens) in itertools.pairwise(points):
+            if share <= high:
+                return low_tokens + (high_tokens - low_tokens) * (share - low) / (high - low)
+        return points[-1][1]
+
+
+class PeakPredictor(Protocol):
+    """Predicts a session's peak context from what it did so far, in the scheduler's thread: microseconds only."""
+
+    def predict(self, session: Session) -> Prediction:
+        """Called when the session arrives and after each of its calls. Never below the present context."""
+
+    def learn(self, session: Session) -> None:
+        """The session has ended; `session.peak_tokens` is its true peak."""
+
+
+class PeaksSeen:
+    """The peaks of the last sessions that ended, cut off below the session's present context.
+
+    An empirical survival function: of the sessions that got at least this far, how far did they get? Needs no text and
+    no training, follows drift, and is what remains when a trained predictor fails. Until `MIN_SEEN` sessions of that
+    length have ended it falls back to a multiple of the present context.
+    """
+
+    MIN_SEEN = 8
+    BLIND = ((0.1, 1.0), (0.25, 1.2), (0.5, 2.0), (0.75, 3.0), (0.9, 5.0))
+    """Peak over present context at the start of a session, roughly as in the recorded coding-agent traces."""
+
+    def __init__(self, memory: int = 512) -> None:
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+        self._memory = memory
+
+    def predict(self, session: Session) -> Prediction:
+        now_tokens = max(1, session.context_tokens)
+        first = bisect.bisect_left(self._sorted, now_tokens)
+        count = len(self._sorted) - first
+        if count < self.MIN_SEEN:
+            return Prediction(tuple((share, now_tokens * factor) for share, factor in self.BLIND))
+        return Prediction(tuple((share, float(self._sorted[first + int(share * (count - 1))])) for share in SHARES))
+
+    def learn(self, session: Session) -> None:
+        bisect.insort(self._sorted, session.peak_tokens)
+        self._recent.append(session.peak_tokens)
+        if len(self._recent) > self._memory:
+            del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]

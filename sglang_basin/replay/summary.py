@@ -126,13 +126,15 @@ def summarize(
 ) -> Summary:
     """Judge a run. `unloaded_s` gives unloaded times by trace session id; those stamped on the records fill in.
 
-    Sessions of the profile's tail are not judged, and "the last third" is that of the time in which sessions were
-    offered: what comes after it is no longer under load. An interrupted run is judged over the time it had, and the
+    Sessions of the profile's tail are not judged. "The last third" is that of the time under load: the tail belongs to
+    it, the drain does not. An interrupted run is judged over the time it had, and the
     rates are per hour of that time. Goodput needs every offered session's unloaded time and is None otherwise.
     """
     target = target or Target()
     offered = [session for session in result.sessions if session.counted]
-    span_s = min(result.run.duration_s, result.elapsed_s) if result.interrupted else result.run.duration_s
+    cut_s = result.elapsed_s if result.interrupted else math.inf
+    span_s = min(result.run.duration_s, cut_s)
+    loaded_s = min(result.run.duration_s + result.run.tail_s, cut_s)
     known_s = {
         session.uid: seconds
         for session in offered
@@ -157,7 +159,7 @@ def summarize(
         offered_per_hour=3600 * len(offered) / span_s if span_s > 0 else 0.0,
         completed_share=judged.completed_share if judged else None,
         hit_rate_before_surge=hit_rate(answered, to_s=surge[1]) if surge else None,
-        hit_rate_last_third=hit_rate(answered, from_s=span_s * 2 / 3, to_s=span_s),
+        hit_rate_last_third=hit_rate(answered, from_s=loaded_s * 2 / 3, to_s=loaded_s),
         first_call_wait_p50_s=_quantile(waits, 0.5),
         first_call_wait_p99_s=_quantile(waits, 0.99),
         ttft_p50_s=_quantile(ttfts, 0.5),

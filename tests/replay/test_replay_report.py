@@ -2,6 +2,7 @@ import json
 import re
 
 import pytest
+from msgspec.structs import replace
 
 from sglang_basin.replay import report
 from sglang_basin.replay.records import (
@@ -91,6 +92,14 @@ def test_the_summary_counts_what_happened():
     assert stuck.first_call_wait_p50_s > 10
     assert stuck.session_outcomes == {"unfinished": 18, "finished": 12}
     assert stuck.call_outcomes == {"ok": 24, "cancelled": 18}
+
+
+def test_the_last_third_is_that_of_the_time_under_load():
+    result = record()
+    result.run = replace(RUN, duration_s=200.0, tail_s=100.0)
+    assert summarize(result).hit_rate_last_third == pytest.approx(1900 / 3000)
+    result.run = replace(RUN, duration_s=100.0)  # what follows is the drain
+    assert summarize(result).hit_rate_last_third == pytest.approx(1800 / 3000)
 
 
 def test_slow_decode_steps_fail_the_target():

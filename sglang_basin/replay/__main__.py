@@ -52,7 +52,6 @@ from sglang_basin.replay.unloaded import (
 EXIT_OK = 0
 EXIT_FAILED = 1
 """No server, a broken file, or not one call that succeeded."""
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 PLAIN_PROGRESS_EVERY_S = 10.0

@@ -127,8 +127,8 @@ def summarize(
     """Judge a run. `unloaded_s` gives unloaded times by trace session id; those stamped on the records fill in.
 
     Sessions of the profile's tail are not judged. "The last third" is that of the time under load: the tail belongs to
-    it, the drain does not. An interrupted run is judged over the time it had, and the
-    rates are per hour of that time. Goodput needs every offered session's unloaded time and is None otherwise.
+    it, the drain does not. An interrupted run is judged over the time it had, and the rates are per hour of that time.
+    Goodput needs every offered session's unloaded time and is None otherwise.
     """
     target = target or Target()
     offered = [session for session in result.sessions if session.counted]

@@ -12,11 +12,9 @@ recomputes although it was sent before, such as a partial page, is then part of 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -245,9 +243,3 @@ def _warm_up(session: Session) -> Session:
     *calls, last = session.calls[:3]
     ended = Call(last.prompt_tokens, last.cached_prefix_tokens, last.output_tokens, tool_s=0.0)
     return Session(f"{session.trace_id} (warm-up)", (*calls, ended), session.shared_prefix_tokens)
-
-
-def model_dict(times: UnloadedTimes) -> dict[str, Any]:
-    """The model and its residuals for a report."""
-    made: dict[str, Any] = json.loads(msgspec.json.encode(times.model))
-    return made

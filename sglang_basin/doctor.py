@@ -196,9 +196,7 @@ def check_open_files() -> Finding:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < OPEN_FILES:
         mend = f"ulimit -Hn {OPEN_FILES} as root, LimitNOFILE= in systemd, --ulimit nofile= in docker"
-        return Finding(
-            "FAIL", "open files", f"at most {hard}, needs {OPEN_FILES}: a call takes several sockets", mend
-        )
+        return Finding("FAIL", "open files", f"at most {hard}, needs {OPEN_FILES}: a call takes several sockets", mend)
     return Finding("OK", "open files", "unlimited" if hard == resource.RLIM_INFINITY else f"at most {hard}")
 
 

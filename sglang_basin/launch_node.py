@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sglang_basin.config import ConfigError, flag_parser, split_flags
+from sglang_basin.config import BasinConfig, ConfigError, flag_parser, split_flags
 from sglang_basin.launch_server import refuse_other_version
 from sglang_basin.node import ChildDied, Node, NodeOptions, NotReady, Plan, PortError, Ports, make_plan
 from sglang_basin.node.plan import ROUTER_ARGUMENTS
@@ -39,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
         known, engine_arguments = _parser().parse_known_args(others)
         if known.no_basin and config is not None:
             raise ConfigError("--no-basin contradicts the --basin-* flags; keep one of them")
+        if config is None and not known.no_basin:
+            config = BasinConfig.from_environment(os.environ)
         if config is not None:
             refuse_other_version()
         platform = known.platform or ("cuda" if visible_gpus(None) else "cpu")
@@ -200,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ready-file", type=Path, metavar="PATH", help="JSON with urls and pids, written once requests are routed")
     add("--ready-timeout-s", type=float, default=1800.0, metavar="S", help="give up the start (default: 1800)")
     add("--dry-run", action="store_true", help="print the exact commands and start nothing")
-    add("--no-basin", action="store_true", help="stock SGLang, said explicitly; so is leaving out --basin-*")
+    add("--no-basin", action="store_true", help="stock SGLang, whatever BASIN_CONFIG says; so is leaving out --basin-*")
     return parser
 
 

@@ -43,9 +43,7 @@ def generate_one_token(url: str, timeout_s: float = 60.0) -> str | None:
 
 def post(url: str, body: Mapping[str, Any], timeout_s: float) -> bytes:
     """POST JSON. Raises urllib.error.HTTPError or OSError."""
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
     with _DIRECT.open(request, timeout=timeout_s) as answer:
         return answer.read()
 

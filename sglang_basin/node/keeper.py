@@ -25,6 +25,8 @@ PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 POLL_S = 0.05
+CLEAR_S = 60.0
+"""A process inside a driver call dies only when that returns; GPUs take tens of seconds at worst."""
 
 
 def keep(lifeline: int, report: int, grace_s: float, command: list[str]) -> int:
@@ -95,8 +97,12 @@ def _end(child: subprocess.Popen, grace_s: float) -> None:
 
 
 def _clear() -> None:
-    """Kill whatever the child left behind, until nothing is left."""
+    """Kill whatever the child left behind, until nothing is left; says so when the kernel does not let something go."""
+    deadline = time.monotonic() + CLEAR_S
     while left := descendants():
+        if time.monotonic() > deadline:
+            print(f"still there after SIGKILL and {CLEAR_S:g} s: processes {left}", file=sys.stderr)
+            return
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -66,10 +66,20 @@ OPTIONS: tuple[Option, ...] = (
         name="admission",
         parse=str,
         types=(str,),
-        default="current",
-        help="rule at the door: 'current' reserves each live session's current context, 'off' lets every call pass",
-        why="the crudest rule that already keeps the stack out of the trap",
-        check=_one_of("current", "off"),
+        default="partial",
+        help="what a live session reserves: 'current' its current context, 'peak' its predicted longest one, 'partial' "
+        "a part of the growth between the two; 'off' lets every call pass and only watches",
+        why="contexts grow after their sessions have entered, but not all peak at once",
+        check=_one_of("partial", "current", "peak", "off"),
+    ),
+    Option(
+        name="reserved_growth",
+        parse=float,
+        types=(float, int),
+        default=0.5,
+        help="under 'partial', the part of the predicted growth that is reserved: 0 is 'current', 1 is 'peak'",
+        why="the best of 0, 0.25, 0.5 and 1 without lending in the simulation that DESIGN reports",
+        check=_between(0.0, 1.0),
     ),
     Option(
         name="budget_tokens",
@@ -133,7 +143,8 @@ _BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
 class BasinConfig:
     """The validated configuration. Field meanings, units and defaults are in `OPTIONS`."""
 
-    admission: str = "current"
+    admission: str = "partial"
+    reserved_growth: float = 0.5
     budget_tokens: int | None = None
     idle_timeout_s: float = 600.0
     hold_limit_s: float = 240.0

@@ -51,9 +51,7 @@ class Stack:
 
     def metric(self, side: str, name: str, **labels: str) -> float:
         """The sum of a metric's samples on one side ("prefill" or "decode") that carry these labels."""
-        text = requests.get(
-            (self.prefill_url if side == "prefill" else self.decode_url) + "/metrics", timeout=20
-        ).text
+        text = requests.get((self.prefill_url if side == "prefill" else self.decode_url) + "/metrics", timeout=20).text
         total = 0.0
         for line in text.splitlines():
             found = re.match(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", line)
@@ -91,7 +89,9 @@ def running(
 
 @pytest.fixture(scope="session")
 def basin() -> Iterator[Stack]:
-    config = BasinConfig(budget_tokens=BUDGET_TOKENS, idle_timeout_s=IDLE_TIMEOUT_S, hold_limit_s=HOLD_LIMIT_S)
+    config = BasinConfig(
+        admission="current", budget_tokens=BUDGET_TOKENS, idle_timeout_s=IDLE_TIMEOUT_S, hold_limit_s=HOLD_LIMIT_S
+    )
     with running("basin", config) as stack:
         yield stack
 

@@ -28,7 +28,8 @@ from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Refuse
 from sglang_basin.policy.door import Door, DoorSettings
-from sglang_basin.policy.reservation import CurrentContext
+from sglang_basin.policy.prediction import PeaksSeen
+from sglang_basin.policy.reservation import law_named
 
 
 class PrefillGate:
@@ -69,13 +70,14 @@ class PrefillGate:
                 max_sessions=config.max_live_sessions,
                 enabled=config.admission != "off",
             ),
-            law=CurrentContext(),
+            law=law_named("current" if config.admission == "off" else config.admission, alpha=config.reserved_growth),
             budget=Budget(BudgetSettings(fixed_tokens=config.budget_tokens), scheduler.max_total_num_tokens),
+            predictor=PeaksSeen(),
         )
         return cls(door, control, scheduler_answer(scheduler))
 
     def __repr__(self) -> str:
-        rule = f"admission by {self.door.law.name} context" if self.door.settings.enabled else "admission off"
+        rule = f"admission by {self.door.law.name} reservation" if self.door.settings.enabled else "admission off"
         where = f", control channel at {self.control.address}" if self.control else ""
         return f"{rule}, budget {self.door.budget.tokens} tokens{where}"
 

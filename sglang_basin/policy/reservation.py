@@ -101,7 +101,9 @@ class StatisticalMultiplexing:
         return Reservation(now + reached, (part * spread) ** 2)
 
 
-def law_named(name: str, *, alpha: float, share: float, epsilon: float, horizon_calls: float) -> ReservationLaw:
+def law_named(
+    name: str, *, alpha: float = 0.5, share: float = 0.5, epsilon: float = 0.05, horizon_calls: float = 10.0
+) -> ReservationLaw:
     """The law of a configuration. Raises ValueError for an unknown name or a wrong parameter."""
     if name == "current":
         return CurrentContext()

@@ -10,8 +10,9 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.platforms import _load_platform_class
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_basin.platforms import cpu
+from sglang_basin.platforms import cpu, tiny_model
 from sglang_basin.platforms.profiles import PROFILES
+from sglang_basin.platforms.tiny_model import ModelSpec
 
 
 def entry_point(group):
@@ -99,3 +100,12 @@ def test_host_copies_move_the_named_rows_and_no_others():
         assert (target[dst] == source[src]).all()
         target[dst] = 0
         assert not target.any()
+
+
+def test_tiny_models_find_their_class_without_loading_all_others():
+    from sglang.srt.models.registry import import_model_classes
+
+    package = PROFILES["cpu"].environment(role="both", cores=None)["SGLANG_EXTERNAL_MODEL_PACKAGE"]
+    spec = ModelSpec(hidden=64, layers=1)
+    architectures = tiny_model._model_config(spec, end_id=0)["architectures"]
+    assert list(import_model_classes(package, strict=True)) == architectures

@@ -355,6 +355,7 @@ def _finish_panels(panels: Sequence[Axes], arms: Mapping[str, RunResult], cache_
             textcoords="offset points",
             ha="right",
             fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1},
         )
     waits.set(title="First-call wait, by arrival", ylabel="seconds", yscale="log")
     waits.legend(

@@ -296,8 +296,10 @@ def timeline(result: RunResult, *, rows: int = 15) -> list[Moment]:
     stride_s = next((float(stride) for stride in _STRIDES_S if end_s / stride <= rows), end_s / rows)
     series = time_series(result, bins=1, samples=20 * rows)
     moments = []
-    for index in range(math.ceil(end_s / stride_s - 1e-9)):
-        from_s, to_s = index * stride_s, min((index + 1) * stride_s, end_s)
+    for index in range(max(1, math.ceil(end_s / stride_s - 0.01))):
+        from_s, to_s = index * stride_s, (index + 1) * stride_s
+        if to_s > 0.99 * end_s:
+            to_s = end_s  # a run ends some milliseconds after its plan: no row for those
         here = (series.grid_s >= from_s) & (series.grid_s < to_s)
         ttfts = [
             call.ttft_s

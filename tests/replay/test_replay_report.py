@@ -14,7 +14,7 @@ from sglang_basin.replay.records import (
     SessionRecord,
     read_records,
 )
-from sglang_basin.replay.summary import first_waits, summarize, time_series
+from sglang_basin.replay.summary import first_waits, summarize, time_series, timeline
 
 RUN = RunRecord(
     trace="t",
@@ -234,3 +234,13 @@ def test_a_run_without_any_session_can_still_be_reported(tmp_path):
     table = report.text_table({"run": summarize(writer.result)})
     assert "no session was offered" in table
     report.write_page(tmp_path / "page.html", {"run": writer.result})
+
+
+def test_the_milliseconds_after_the_end_get_no_row_of_their_own():
+    result = record()
+    result.elapsed_s = 300.004
+    moments = timeline(result)
+    assert [moment.from_s for moment in moments] == list(range(0, 300, 30))
+    assert moments[-1].to_s == 300.004
+    result.elapsed_s = 0.0
+    assert len(timeline(result)) == 1

@@ -39,13 +39,8 @@ def rival_and_settings() -> st.SearchStrategy:
 def test_the_sweep_offers_each_setting_once_and_the_published_one_among_them(name: str) -> None:
     rival = RIVALS[name]
     assert len(set(rival.sweep)) == len(rival.sweep)
-    assert rival.build(rival.published).name == name
-    relevant = {field.name for field in dataclasses.fields(rival.published)}
-    swept = {
-        field for field in relevant if len({getattr(setting, field) for setting in rival.sweep}) > 1
-    }  # a setting that is not swept has its published value throughout
-    for field in relevant - swept:
-        assert getattr(rival.sweep[0], field) == getattr(rival.published, field)
+    assert rival.published in rival.sweep
+    assert {rival.build(setting).name for setting in rival.sweep} == {name}
 
 
 def test_a_setting_that_makes_no_sense_is_refused_by_name() -> None:
@@ -131,7 +126,7 @@ def test_no_call_is_lost_and_none_waits_for_ever(chosen: tuple, events: list) ->
                 policy.abandon(call_id, now_s)
         settle()
 
-    for _ in range(1000):  # calls finish, time passes: every held call goes on at some point
+    for _ in range(4000):  # calls finish, time passes: every held call goes on at some point
         for call_id in list(running):
             del running[call_id]
             policy.finish(call_id, 1, now_s)
@@ -311,6 +306,7 @@ def test_continuum_pins_for_two_seconds_and_puts_pinned_calls_first() -> None:
     policy = Continuum(ContinuumSettings(constant_ttl_s=2.0))
     for session, arrived_s in (("old", 0.0), ("quick", 1.0)):
         policy.call(f"{session}-1", session, 10, arrived_s)
+    for session in ("old", "quick"):
         policy.finish(f"{session}-1", 5, 5.0)
         assert policy.keep_until_s(session, 5.0) == 7.0
     policy.call("quick-2", "quick", 20, 6.0)

@@ -34,10 +34,10 @@ RIVALS: Mapping[str, Rival] = {
         Rival("stock", stock.Stock, RivalSettings(), stock.SWEEP),
         Rival("hicache", hicache.HiCache, RivalSettings(), hicache.SWEEP),
         Rival("continuum", continuum.Continuum, continuum.ContinuumSettings(), continuum.SWEEP),
-        Rival("continuum-constant", continuum.Continuum, continuum.CONSTANT, continuum.SWEEP),
+        Rival("continuum-constant", continuum.Continuum, continuum.CONSTANT, continuum.CONSTANT_SWEEP),
         Rival("concur", concur.Concur, concur.ConcurSettings(), concur.SWEEP),
         Rival("thunder", thunder.Thunder, thunder.ThunderSettings(), thunder.SWEEP),
-        Rival("thunder-watermarked", thunder.Thunder, thunder.WATERMARKED, thunder.SWEEP),
+        Rival("thunder-watermarked", thunder.Thunder, thunder.WATERMARKED, thunder.WATERMARKED_SWEEP),
         Rival("autellix", autellix.Autellix, autellix.AutellixSettings(), autellix.SWEEP),
     )
 }

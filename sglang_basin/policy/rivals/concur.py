@@ -158,7 +158,7 @@ SWEEP: tuple[ConcurSettings, ...] = (
     *(
         ConcurSettings(usage=usage, period_s=period_s, initial_window=window, pauses_active=pauses)
         for usage, period_s, window, pauses in itertools.product(
-            USAGES, (1.0, 5.0, 15.0, 60.0), (8, 16, 32, 64, 128), (True, False)
+            USAGES, (1.0, 5.0, 15.0, 60.0), (8, 32, 128), (True, False)
         )
     ),
     # The published thresholds use at most half of the cache; these use all of it.

@@ -27,6 +27,7 @@ Left open by the source, and how it is filled here:
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -242,16 +243,13 @@ class Thunder(ProgramTable):
 
 WATERMARKED = ThunderSettings(pause_threshold=0.95, pause_target=0.80, resume_hysteresis=0.10)
 
-SWEEP: tuple[ThunderSettings, ...] = tuple(
-    ThunderSettings(
-        tick_s=tick_s,
-        pause_threshold=threshold,
-        pause_target=target,
-        resume_hysteresis=hysteresis,
-        acting_half_life_s=half_life_s,
-        counts_host=counts_host,
+
+def _sweep(variant: ThunderSettings) -> tuple[ThunderSettings, ...]:
+    return tuple(
+        dataclasses.replace(variant, tick_s=tick_s, acting_half_life_s=half_life_s, counts_host=counts_host)
+        for tick_s, half_life_s, counts_host in itertools.product((1.0, 5.0, 15.0), (None, 1.0, 30.0), (False, True))
     )
-    for (threshold, target, hysteresis), tick_s, half_life_s, counts_host in itertools.product(
-        ((1.0, 1.0, 0.0), (0.95, 0.80, 0.10)), (1.0, 5.0, 15.0), (None, 1.0, 30.0), (False, True)
-    )
-)
+
+
+SWEEP = _sweep(ThunderSettings())
+WATERMARKED_SWEEP = _sweep(WATERMARKED)

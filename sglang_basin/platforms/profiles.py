@@ -100,8 +100,6 @@ CPU = Profile(
     ),
     variables=(
         ("SGLANG_PLATFORM", CPU_PLATFORM),
-        # Models are built locally; a look-up of their folder's name on the hub would only wait for the network.
-        ("HF_HUB_OFFLINE", "1"),
         # The scheduler then imports one model file instead of all; other architectures still load, only later.
         ("SGLANG_EXTERNAL_MODEL_PACKAGE", "sglang_basin.platforms.models"),
         # Each engine process imports 8,000 modules. Where the caller's environment forbids cached bytecode

@@ -1,0 +1,398 @@
+"""A decode instance: memory reserved per call, a running batch, retraction, and finished calls' KV kept to lend.
+
+**Steps are not events.** Between two changes of the batch every step of n sequences with c context tokens takes
+a + s·i seconds for i = 0, 1, 2, …, where a = step + n·per_sequence + c·per_context and s = n·per_context, since each
+step adds n tokens. The end of k steps, the steps done by some time, and how many of them were over the per-token
+target follow from that in closed form, so an instance needs one event per change of its batch, however many tokens
+are decoded. All sequences of a batch advance together: a call ends when the instance's step counter reaches
+its `finish_step`, and its late steps are the difference of one shared counter between its start and its end.
+
+Changes take effect at the end of the step under way, as in a real engine.
+
+**Memory.** A call reserves its prompt and one more page; each step then takes one token per sequence. Lent KV is the
+instance's prefix cache: at most `lend_share` of the pool, oldest out first, and taken back whenever room is needed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+
+from sglang_basin.simulator.cache import PoolError, PrefixCache
+from sglang_basin.simulator.calls import (
+    ASKING,
+    DECODING,
+    NONE,
+    OVER,
+    READY,
+    RETRACTED,
+    Event,
+    Events,
+    SimCall,
+)
+from sglang_basin.simulator.profile import HardwareProfile
+
+TPOT_BIN_S = 1e-5
+"""Resolution of the step times that are kept."""
+
+ROOM_AFTER_RETRACTION_STEPS = 20
+"""SGLang's `SGLANG_RETRACT_DECODE_STEPS`."""
+
+
+class DecodeInstance:
+    """Calls back: `reserved(now_s, call)` when a call has got its memory, `first_token(at_s, call)` when it joins the
+    batch, `finished(now_s, call)` after its last token, `aborted(now_s, call)` when it alone outgrew the pool."""
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        *,
+        step_target_s: float,
+        reserved: Callable[[float, SimCall], Events],
+        finished: Callable[[float, SimCall], Events],
+        aborted: Callable[[float, SimCall], Events],
+    ) -> None:
+        self._costs = costs = profile.decode
+        self._page = profile.page_tokens
+        self._step_target_s = step_target_s
+        self._reserved = reserved
+        self._finished = finished
+        self._aborted = aborted
+        self.cache = PrefixCache(costs.pool_tokens, profile.page_tokens)
+        self._lend_cap_tokens = int(costs.pool_tokens * costs.lend_share) if costs.lend else 0
+        self._asking: list[tuple[float, int, SimCall]] = []
+        self._ready: list[tuple[float, int, SimCall]] = []
+        self._finishing: list[tuple[int, int, SimCall]] = []
+        self._retracted: deque[SimCall] = deque()
+        self._arrivals = 0
+        self.waiting_calls = 0
+        self.expected_calls = 0
+        """Reserved, and not in the batch yet."""
+        self.held_tokens = 0
+        """Of running and expected calls, output included."""
+        self.running_calls = 0
+        self.retractions = 0
+        # The batch.
+        self.at_s = 0.0
+        """When step number `steps` ended."""
+        self.steps = 0
+        self._context_tokens = 0
+        self._late_steps = 0
+        self._planned_step = 0
+        self._plan = 0
+        self.tpot_bins: dict[int, int] = {}
+        """Decode steps of sequences by their duration in `TPOT_BIN_S`."""
+
+    # Memory.
+
+    def ask(self, now_s: float, call: SimCall) -> Events:
+        """A call wants its memory. It gets it now or when its turn comes."""
+        call.stage = ASKING
+        self._arrivals += 1
+        heapq.heappush(self._asking, (call.key, self._arrivals, call))
+        self.waiting_calls += 1
+        return self.grant(now_s)
+
+    def grant(self, now_s: float) -> Events:
+        """Give memory to retracted calls first, then to those that ask, in order, as far as it reaches."""
+        if not (self._asking or self._retracted):
+            return NONE
+        self._catch_up(now_s)
+        events: list[Event] = []
+        granted = False
+        while self._retracted and self._resume(now_s, self._retracted[0], events):
+            granted = True
+        asking = self._asking
+        while asking and not self._retracted:
+            call = asking[0][2]
+            if call.stage != OVER:
+                if not self._reserve(call):
+                    break
+                granted = True
+                self.waiting_calls -= 1
+                events += self._reserved(now_s, call)
+            heapq.heappop(asking)
+        if granted and self._room_steps() < self._planned_step - self.steps:
+            events += self._replan()
+        return events
+
+    def _reserve(self, call: SimCall) -> bool:
+        cache = self.cache
+        page = self._page
+        chain = call.session.decode_chain
+        matched = cache.match(chain, call.reusable_tokens) if self._lend_cap_tokens else 0
+        need = -(-call.prompt_tokens // page) * page + page - matched
+        shared = chain.shared_tokens if self._lend_cap_tokens else 0
+        kept = matched - shared if matched > shared else 0
+        free = cache.free_tokens + cache.evictable_tokens - kept
+        if need + self._costs.reserve_tokens * (1 + self.running_calls + self.expected_calls) > free:
+            return False
+        if self._lend_cap_tokens:
+            cache.lock(chain, matched)
+            cache.take(need)
+            held = chain.tokens + need
+            if cache.trunk_tokens < shared:
+                held -= cache.grow_trunk(shared)
+        else:
+            cache.free_tokens -= need
+            held = need
+        call.decode_matched_tokens = matched
+        call.decode_held_tokens = held
+        self.held_tokens += held
+        self.expected_calls += 1
+        return True
+
+    def _give_back(self, call: SimCall, *, keep: bool) -> None:
+        """Free a call's memory; `keep` leaves what whole pages of prompt and output hold as lent KV."""
+        held = call.decode_held_tokens
+        self.held_tokens -= held
+        call.decode_held_tokens = 0
+        cache = self.cache
+        if not self._lend_cap_tokens:
+            cache.free_tokens += held
+            return
+        chain = call.session.decode_chain
+        if keep:
+            whole = call.prompt_tokens + call.output_tokens - 1
+            kept = min(max(0, whole - whole % self._page - chain.shared_tokens), held)
+        else:
+            kept = min(chain.tokens, held)  # what was lent to it before it came
+        cache.unlock(chain, held, kept)
+        if cache.evictable_tokens > self._lend_cap_tokens:
+            cache.evict(cache.evictable_tokens - self._lend_cap_tokens)
+
+    # The batch.
+
+    def arrive(self, now_s: float, call: SimCall) -> Events:
+        """The call's KV is here."""
+        call.stage = READY
+        if self.running_calls >= self._costs.max_running or self._ready:
+            self._arrivals += 1
+            heapq.heappush(self._ready, (call.key, self._arrivals, call))
+            return NONE
+        self._settle(now_s)
+        self._join(call)
+        return self._replan()
+
+    def _join(self, call: SimCall) -> None:
+        self.expected_calls -= 1
+        self.running_calls += 1
+        call.stage = DECODING
+        if call.first_token_s < 0:
+            call.first_token_s = self.at_s
+        call.join_step = steps = self.steps
+        call.late_at_join = self._late_steps
+        call.finish_step = steps + call.output_tokens - 1 - call.steps_before
+        self._context_tokens += call.prompt_tokens + 1 + call.steps_before
+        self._arrivals += 1
+        heapq.heappush(self._finishing, (call.finish_step, self._arrivals, call))
+
+    def _part(self, call: SimCall) -> None:
+        """Take a call out of the batch: its steps so far are counted on it, its output's memory is its own."""
+        made = self.steps - call.join_step
+        call.steps_before += made
+        call.extra_late_steps += self._late_steps - call.late_at_join
+        call.decode_held_tokens += made
+        self._context_tokens -= call.prompt_tokens + 1 + call.steps_before
+        self.running_calls -= 1
+
+    def on_plan(self, now_s: float, plan: int) -> Events:
+        """The planned step has ended: calls finish, or memory has run out."""
+        if plan != self._plan:
+            return NONE  # the batch changed meanwhile
+        self._advance(self._planned_step - self.steps)
+        events: list[Event] = []
+        finishing = self._finishing
+        while finishing and (finishing[0][0] <= self.steps or finishing[0][2].stage != DECODING):
+            call = heapq.heappop(finishing)[2]
+            if call.stage != DECODING:
+                continue
+            self._part(call)
+            call.stage = OVER
+            self._give_back(call, keep=True)
+            events += self._finished(now_s, call)
+        if self.running_calls and self._room_steps() < 1:
+            events += self._retract(now_s)
+        while self._ready and self.running_calls < self._costs.max_running:
+            call = heapq.heappop(self._ready)[2]
+            if call.stage != OVER:
+                self._join(call)
+        events += self._replan()
+        events += self.grant(now_s)
+        return events
+
+    def remove(self, now_s: float, call: SimCall) -> Events:
+        """The call was aborted, wherever it is on this instance; it is over when this returns."""
+        stage, call.stage = call.stage, OVER
+        if stage == ASKING:
+            self.waiting_calls -= 1
+            return NONE
+        if stage == RETRACTED:
+            self._retracted.remove(call)
+            return NONE
+        if not call.decode_held_tokens:
+            return NONE  # nothing was reserved for it yet
+        if stage == DECODING:
+            self._settle(now_s)
+            self._part(call)
+        else:
+            self.expected_calls -= 1
+        self._give_back(call, keep=False)
+        events: list[Event] = []
+        if stage == DECODING:
+            while self._ready and self.running_calls < self._costs.max_running:
+                ready = heapq.heappop(self._ready)[2]
+                if ready.stage != OVER:
+                    self._join(ready)
+            events += self._replan()
+        events += self.grant(now_s)
+        return events
+
+    def cut(self, now_s: float, call: SimCall) -> None:
+        """The run is over: count the steps of a call that is in the batch."""
+        if call.stage == DECODING:
+            self._catch_up(now_s)
+            self._part(call)
+            call.stage = OVER
+
+    def check(self) -> None:
+        """Raise PoolError unless the batch adds up."""
+        batch = [entry[2] for entry in self._finishing if entry[2].stage == DECODING]
+        context = sum(call.prompt_tokens + 1 + call.steps_before + self.steps - call.join_step for call in batch)
+        if len(batch) != self.running_calls or context != self._context_tokens:
+            raise PoolError(
+                f"decode: {len(batch)} calls with {context} tokens run, "
+                f"{self.running_calls} with {self._context_tokens} are said to"
+            )
+        if self.expected_calls < 0 or self.waiting_calls < 0:
+            raise PoolError(f"decode: {self.expected_calls} expected, {self.waiting_calls} waiting calls")
+
+    # Retraction, as SGLang's: the least output first, until there is room for a few more steps.
+
+    def _retract(self, now_s: float) -> Events:
+        running = [entry[2] for entry in self._finishing if entry[2].stage == DECODING]
+        running.sort(key=lambda call: (-(self.steps - call.join_step + call.steps_before), call.prompt_tokens))
+        events: list[Event] = []
+        while self._room_steps() < ROOM_AFTER_RETRACTION_STEPS:
+            call = running.pop()
+            if not running:
+                if self._room_steps() < 1:  # it alone has outgrown the pool
+                    self._part(call)
+                    call.stage = OVER
+                    self._give_back(call, keep=False)
+                    events += self._aborted(now_s, call)
+                break
+            self._part(call)
+            call.stage = RETRACTED
+            self._give_back(call, keep=False)
+            call.extra_late_steps += 1  # the step over the gap
+            self._retracted.append(call)
+            self.retractions += 1
+        self._finishing = [entry for entry in self._finishing if entry[2].stage == DECODING]
+        heapq.heapify(self._finishing)
+        return events
+
+    def _resume(self, now_s: float, call: SimCall, events: list[Event]) -> bool:
+        cache = self.cache
+        tokens = call.prompt_tokens + call.steps_before + 1
+        need = -(-tokens // self._page) * self._page + self._page
+        others = self.running_calls + self.expected_calls
+        if need + self._costs.reserve_tokens * others > cache.free_tokens + cache.evictable_tokens:
+            return False
+        self._retracted.popleft()
+        if self._lend_cap_tokens:
+            cache.lock(call.session.decode_chain, 0)
+            cache.take(need)
+        else:
+            cache.free_tokens -= need
+        call.decode_held_tokens = need
+        self.held_tokens += need
+        self.expected_calls += 1
+        call.stage = READY
+        events.append((now_s + tokens / self._costs.resume_tokens_per_s, self.on_resumed, call))
+        return True
+
+    def on_resumed(self, now_s: float, call: SimCall) -> Events:
+        return NONE if call.stage == OVER else self.arrive(now_s, call)
+
+    # Steps in closed form.
+
+    def _room_steps(self) -> int:
+        """Steps until the memory has run out."""
+        running = self.running_calls
+        return (self.cache.free_tokens + self.cache.evictable_tokens) // running if running else 1 << 60
+
+    def _replan(self) -> Events:
+        """Plan the next change: a call's last step, or the last step there is room for."""
+        self._plan += 1
+        finishing = self._finishing
+        while finishing and finishing[0][2].stage != DECODING:
+            heapq.heappop(finishing)
+        if not finishing:
+            return NONE
+        steps = finishing[0][0] - self.steps
+        room = self._room_steps()
+        if room < steps:
+            steps = room
+        self._planned_step = self.steps + steps
+        return ((self.at_s + self._seconds(steps), self.on_plan, self._plan),)
+
+    def _seconds(self, steps: int) -> float:
+        costs, running = self._costs, self.running_calls
+        first_s = costs.step_s + running * costs.per_sequence_s + costs.per_context_token_s * self._context_tokens
+        return steps * first_s + costs.per_context_token_s * running * (steps * (steps - 1) // 2)
+
+    def _advance(self, steps: int) -> None:
+        """Let so many whole steps pass."""
+        if steps <= 0:
+            return
+        costs, running = self._costs, self.running_calls
+        per_context_s = costs.per_context_token_s
+        first_s = costs.step_s + running * costs.per_sequence_s + per_context_s * self._context_tokens
+        slope_s = per_context_s * running
+        seconds = steps * first_s + slope_s * (steps * (steps - 1) // 2)
+        target_s = self._step_target_s
+        if first_s + slope_s * (steps - 1) > target_s:
+            on_time = 0 if first_s > target_s else int((target_s - first_s) / slope_s) + 1
+            self._late_steps += steps - min(on_time, steps)
+        grown = steps * running
+        self.steps += steps
+        self.at_s += seconds
+        self._context_tokens += grown
+        self.held_tokens += grown
+        cache = self.cache
+        if grown > cache.free_tokens:
+            cache.evict(grown - cache.free_tokens)
+        cache.free_tokens -= grown
+        duration = int(seconds / steps / TPOT_BIN_S)
+        bins = self.tpot_bins
+        bins[duration] = bins.get(duration, 0) + grown
+
+    def _catch_up(self, now_s: float) -> None:
+        """Let all steps pass that have ended by now."""
+        gap_s = now_s - self.at_s
+        running = self.running_calls
+        if gap_s <= 0 or not running:
+            return
+        costs = self._costs
+        first_s = costs.step_s + running * costs.per_sequence_s + costs.per_context_token_s * self._context_tokens
+        slope_s = costs.per_context_token_s * running
+        if slope_s > 0:
+            linear = first_s - 0.5 * slope_s
+            steps = int((math.sqrt(linear * linear + 2 * slope_s * gap_s) - linear) / slope_s + 1e-9)
+        else:
+            steps = int(gap_s / first_s + 1e-9)
+        left = self._planned_step - self.steps
+        self._advance(steps if steps < left else left)
+
+    def _settle(self, now_s: float) -> None:
+        """Go on to the end of the step under way, when the batch may change."""
+        if not self.running_calls:
+            if now_s > self.at_s:
+                self.at_s = now_s
+            return
+        self._catch_up(now_s)
+        if self.at_s < now_s and self.steps < self._planned_step:
+            self._advance(1)

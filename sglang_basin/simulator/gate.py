@@ -1,0 +1,108 @@
+"""Drives one policy object as the engine's gate does: asks it, holds calls for it, tells it what happens.
+
+One gate for each prefill instance, each with a policy object of its own. The policy sees prompts, outputs that have
+happened, and an `EngineView` made from the pools; nothing that it is given leads to the plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from sglang_basin.policy.decisions import Admit, Outcome, Queue, Reason, Refuse
+from sglang_basin.policy.interface import EngineView, ServingPolicy
+from sglang_basin.simulator.calls import SimCall
+from sglang_basin.simulator.decode import DecodeInstance
+from sglang_basin.simulator.prefill import PrefillInstance
+from sglang_basin.simulator.profile import HardwareProfile
+
+HIT_RATE_WINDOW_S = 60
+"""Over how many seconds the view's hit rate counts, one tick each."""
+
+
+class Gate:
+    """Calls held for the policy, and why it decided as it did."""
+
+    def __init__(
+        self,
+        policy: ServingPolicy,
+        profile: HardwareProfile,
+        prefill: PrefillInstance,
+        decodes: Sequence[DecodeInstance],
+    ) -> None:
+        self.policy = policy
+        self.prefill = prefill
+        self.held: dict[str, SimCall] = {}
+        self.reasons: Counter[str] = Counter()
+        self.wake_s: float | None = None
+        """When the next poll is due that has been scheduled already."""
+        self._profile = profile
+        self._decodes = decodes
+        self._recent: deque[tuple[int, int]] = deque([(0, 0)] * HIT_RATE_WINDOW_S)
+        self._recent_prompt = self._recent_cached = 0
+
+    def ask(self, call: SimCall, now_s: float, ends_session: bool) -> Admit | Queue | Refuse:
+        decision = self.policy.call(
+            call.call_id, call.session.uid, call.prompt_tokens, now_s, ends_session=ends_session
+        )
+        if type(decision) is Queue:
+            self.held[call.call_id] = call
+        elif decision.reason is not Reason.LIVE_SESSION:
+            self._count(decision)
+        return decision
+
+    def poll(self, now_s: float) -> list[tuple[SimCall, Outcome]]:
+        """The held calls whose wait ends now."""
+        ended = []
+        for outcome in self.policy.poll(now_s):
+            call = self.held.pop(outcome.call_id, None)
+            if call is not None:
+                self._count(outcome)
+                ended.append((call, outcome))
+        return ended
+
+    def _count(self, decision: Admit | Refuse) -> None:
+        kind = "admit" if type(decision) is Admit else "refuse"
+        self.reasons[f"{kind}: {decision.reason.value}"] += 1
+
+    def tick(self) -> None:
+        """Once a second: the calls prefilled since the last tick move into the window."""
+        prefill = self.prefill
+        prompt, cached = prefill.recent_prompt_tokens, prefill.recent_cached_tokens
+        prefill.recent_prompt_tokens = prefill.recent_cached_tokens = 0
+        self._recent.append((prompt, cached))
+        old_prompt, old_cached = self._recent.popleft()
+        self._recent_prompt += prompt - old_prompt
+        self._recent_cached += cached - old_cached
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Over the last minute; None while nothing was prefilled."""
+        return self._recent_cached / self._recent_prompt if self._recent_prompt else None
+
+    def observe(self, now_s: float) -> None:
+        self.policy.observe(self.view(), now_s)
+
+    def view(self) -> EngineView:
+        """What the scheduler of this prefill instance could know now."""
+        prefill, decodes, profile = self.prefill, self._decodes, self._profile
+        cache = prefill.cache
+        decode_tokens = held = waiting = lent = 0
+        for decode in decodes:
+            pool = decode.cache.pool_tokens
+            decode_tokens += pool
+            held += decode.held_tokens
+            waiting += decode.waiting_calls
+            if profile.decode.lend:
+                lent += max(0, min(int(profile.decode.lend_share * pool), pool - decode.held_tokens))
+        return EngineView(
+            cache_tokens=cache.pool_tokens,
+            host_tokens=max(0, profile.prefill.host_tokens - cache.pool_tokens),
+            lent_tokens=lent // profile.prefill.instances,
+            cache_used_share=1.0 - cache.free_tokens / cache.pool_tokens,
+            hit_rate=self.hit_rate,
+            prefill_waiting_calls=prefill.waiting_calls,
+            decode_tokens=decode_tokens,
+            decode_used_share=held / decode_tokens,
+            decode_waiting_calls=waiting,
+        )

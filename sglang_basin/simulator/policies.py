@@ -1,0 +1,157 @@
+"""Policies by name: `stock`, `basin`, and the published rivals, built from text options for the command and sweeps.
+
+`basin` is the very `Door` that runs in the engine. Its predictor may be the engine's own (`seen`), or one that exists
+in the simulator alone and knows the plan (`oracle`: see `sglang_basin.simulator.oracle`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from sglang_basin.policy.budget import Budget, BudgetSettings
+from sglang_basin.policy.door import Door, DoorSettings
+from sglang_basin.policy.interface import ServingPolicy
+from sglang_basin.policy.prediction import PeakPredictor, PeaksSeen
+from sglang_basin.policy.priority import ArrivalOrder, SizeAwareOrder
+from sglang_basin.policy.reservation import law_named
+from sglang_basin.policy.rivals import RIVALS
+from sglang_basin.policy.shedding import SheddingSettings
+from sglang_basin.replay.plan import Plan
+from sglang_basin.simulator.oracle import NoisyOracle, OracleSettings
+from sglang_basin.simulator.profile import HardwareProfile
+from sglang_basin.simulator.simulation import PolicyFactory
+
+
+class PolicyError(ValueError):
+    """An unknown policy or option; the message lists the known ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasinOptions:
+    """`Door` and its parts. Names as in the parts' own settings, which say more."""
+
+    enabled: bool = True
+    law: Literal["current", "peak", "partial", "multiplex"] = "partial"
+    alpha: float = 0.5
+    law_share: float = 0.5
+    epsilon: float = 0.05
+    horizon_calls: float = 10.0
+    budget_tokens: int | None = None
+    budget_factor: float | None = None
+    """The budget as a multiple of prefill's device pool, in place of `budget_tokens`."""
+    knee_tokens: int | None = None
+    knee_share: float = 0.9
+    band: float = 0.0
+    order: Literal["arrival", "size"] = "size"
+    order_tokens_per_s: float = 30.0
+    peak_share: float = 0.5
+    predictor: Literal["seen", "oracle", "none"] = "oracle"
+    rank_correlation: float = 0.64
+    learns: bool = False
+    """The oracle's prediction gets better as the session runs."""
+    shed: bool = False
+    shed_head_wait_s: float = 120.0
+    idle_timeout_s: float = 600.0
+    hold_limit_s: float = 1e9
+    """Clients that wait: the time-outs of the client decide. The engine's default is 240 s."""
+    ticket_grace_s: float = 60.0
+    max_queued: int | None = None
+
+
+def _basin(options: BasinOptions, plan: Plan, profile: HardwareProfile) -> PolicyFactory:
+    fixed = options.budget_tokens
+    if options.budget_factor is not None:
+        if fixed is not None:
+            raise PolicyError("policy.budget_tokens and policy.budget_factor say the same thing: give one")
+        fixed = round(options.budget_factor * profile.prefill.pool_tokens)
+    noisy = OracleSettings(rank_correlation=options.rank_correlation, improves=options.learns)
+
+    def predictor() -> PeakPredictor | None:
+        if options.predictor == "oracle":
+            return NoisyOracle(plan, noisy)
+        return PeaksSeen() if options.predictor == "seen" else None
+
+    def build() -> ServingPolicy:
+        return Door(
+            DoorSettings(
+                idle_timeout_s=options.idle_timeout_s,
+                hold_limit_s=options.hold_limit_s,
+                ticket_grace_s=options.ticket_grace_s,
+                max_queued=options.max_queued,
+                peak_share=options.peak_share,
+                enabled=options.enabled,
+            ),
+            law=law_named(
+                options.law,
+                alpha=options.alpha,
+                share=options.law_share,
+                epsilon=options.epsilon,
+                horizon_calls=options.horizon_calls,
+            ),
+            budget=Budget(
+                BudgetSettings(
+                    fixed_tokens=fixed,
+                    knee_tokens=options.knee_tokens,
+                    knee_share=options.knee_share,
+                    band=options.band,
+                ),
+                profile.capacity_tokens,
+            ),
+            order=SizeAwareOrder(options.order_tokens_per_s) if options.order == "size" else ArrivalOrder(),
+            predictor=predictor(),
+            shedding=SheddingSettings(enabled=options.shed, head_wait_s=options.shed_head_wait_s),
+        )
+
+    build()  # wrong values are refused before the run
+    return build
+
+
+def policy_names() -> list[str]:
+    return ["basin", *RIVALS]
+
+
+def option_names(name: str) -> list[str]:
+    """The options that a policy takes. Raises PolicyError for an unknown policy."""
+    kind = BasinOptions if name == "basin" else type(_rival(name).published)
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def policy_factory(name: str, options: Mapping[str, Any], plan: Plan, profile: HardwareProfile) -> PolicyFactory:
+    """A factory of one policy object per prefill instance. Raises PolicyError.
+
+    `options` are by field name; values may be text. A rival starts from its published settings, and what its authors
+    would measure on the hardware comes from the profile.
+    """
+    for key in options:
+        known = option_names(name)
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+            raise PolicyError(f"policy {name} has no option {key!r}{hint}")
+    try:
+        if name == "basin":
+            return _basin(msgspec.convert(dict(options), BasinOptions, strict=False), plan, profile)
+        rival = _rival(name)
+        published = {field.name: getattr(rival.published, field.name) for field in dataclasses.fields(rival.published)}
+        measured = {
+            "reload_s_per_token": profile.prefill.per_token_s,
+            "reload_s_per_token2": profile.prefill.attention_s / 2,
+        }
+        given = {key: value for key, value in measured.items() if key in published} | dict(options)
+        settings = msgspec.convert(published | given, type(rival.published), strict=False)
+        rival.build(settings)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise PolicyError(f"policy {name}: {error}") from None
+    return lambda: rival.build(settings)
+
+
+def _rival(name: str) -> Any:
+    if name not in RIVALS:
+        raise PolicyError(f"no policy {name!r}; known: {', '.join(policy_names())}")
+    return RIVALS[name]

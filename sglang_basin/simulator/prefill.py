@@ -1,0 +1,202 @@
+"""A prefill instance: a waiting queue, chunked forward passes, and the prefix cache.
+
+As SGLang's scheduler: each pass takes the call that is in the middle of its prompt, then waiting calls in order until
+`chunk_tokens` new tokens are together; the first waiting call whose whole prompt does not fit the pool stops the loop.
+The prefix is matched when a call is taken, not when it starts to wait. A call holds its memory until its KV has left
+for decode.
+
+Two simplifications: the whole prompt's memory is taken with the first chunk, and a chunk's end is not page-aligned.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from sglang_basin.simulator.cache import HostTier, PrefixCache
+from sglang_basin.simulator.calls import NONE, OVER, PREFILLING, QUEUED, Event, Events, SimCall, SimSession
+from sglang_basin.simulator.profile import HardwareProfile
+
+
+class PrefillInstance:
+    """`prefilled(now_s, call)` is called for each call whose prompt is done and returns what follows."""
+
+    def __init__(self, profile: HardwareProfile, prefilled: Callable[[float, SimCall], Events]) -> None:
+        self._costs = costs = profile.prefill
+        self._profile = profile
+        self._page = page = profile.page_tokens
+        self._prefilled = prefilled
+        self.host = HostTier(costs.host_tokens, page) if costs.host_tokens else None
+        self.cache = PrefixCache(costs.pool_tokens, page, self.host)
+        self._queue: list[tuple[float, int, SimCall]] = []  # may hold calls that are over
+        self._arrivals = 0
+        self._chunked: SimCall | None = None
+        self.running = False
+        self.waiting_calls = 0
+        self.pinned: dict[SimSession, None] = {}
+        """Sessions whose context is kept on purpose; a set in a fixed order."""
+        self.held_tokens = 0
+        self.busy_s = 0.0
+        self.computed_tokens = 0
+        self.written_back_tokens = 0
+        self.loaded_tokens = 0
+        # Of the calls taken since someone last looked.
+        self.recent_prompt_tokens = 0
+        self.recent_cached_tokens = 0
+
+    def enqueue(self, now_s: float, call: SimCall) -> Events:
+        self._arrivals += 1
+        heapq.heappush(self._queue, (call.key, self._arrivals, call))
+        call.stage = QUEUED
+        self.waiting_calls += 1
+        return NONE if self.running else self.start(now_s)
+
+    def forget(self, call: SimCall) -> None:
+        """A waiting call was aborted; its entry is skipped when its turn comes."""
+        self.waiting_calls -= 1
+
+    def start(self, now_s: float) -> Events:
+        """Begin the next pass, if there is anything to do and none is under way."""
+        if self.running:
+            return NONE
+        costs = self._costs
+        budget = costs.chunk_tokens
+        batch: list[tuple[SimCall, int]] = []
+        seconds = 0.0
+        self._load_s = self._write_back_s = 0.0
+        call = self._chunked
+        queue = self._queue
+        while budget > 0:
+            if call is None:
+                if not queue:
+                    break
+                call = queue[0][2]
+                if call.stage == OVER:
+                    heapq.heappop(queue)
+                    call = None
+                    continue
+                if not self._take(call):
+                    break
+                heapq.heappop(queue)
+            done = call.computed_tokens
+            new = call.prompt_tokens - done
+            if new > budget:
+                new = budget
+            budget -= new
+            seconds += new * (costs.per_token_s + costs.attention_s * (done + 0.5 * new))
+            batch.append((call, new))
+            call = None
+        if not batch:
+            return NONE
+        self._chunked = None
+        self.running = True
+        seconds = max(costs.fixed_s + seconds, self._load_s, self._write_back_s)
+        self.busy_s += seconds
+        return ((now_s + seconds, self.on_pass_end, batch),)
+
+    def _take(self, call: SimCall) -> bool:
+        """Give a waiting call its memory and its prefix. False when the pool cannot hold it now."""
+        cache = self.cache
+        chain = call.session.prefill_chain
+        if chain.locked:
+            return False  # an aborted attempt of the same session is still in the pass that it was aborted in
+        prompt = call.prompt_tokens
+        limit = call.reusable_tokens
+        matched = cache.match(chain, limit)
+        total = -(-prompt // self._page) * self._page
+        need = total - matched
+        shared = chain.shared_tokens
+        kept = matched - shared if matched > shared else 0
+        evictable = cache.evictable_tokens if chain.pinned else cache.evictable_tokens - kept
+        if need > cache.free_tokens + evictable:
+            missing = need - cache.free_tokens - evictable
+            if not self.pinned or not self._unpin(missing, call.session):
+                return False
+        cached = matched
+        host = self.host
+        if host is not None:
+            loaded = host.beyond(chain, matched, limit)
+            host.forget_beyond(chain, limit)
+            cached += loaded
+            self.loaded_tokens += loaded
+            self._load_s += loaded / self._costs.host_load_tokens_per_s
+        lent = call.decode_matched_tokens
+        if lent > cached:
+            write_back_s = (lent - cached) / self._profile.link.write_back_tokens_per_s
+            seconds = self._profile.prefill_s
+            if max(write_back_s, seconds(prompt - lent, lent)) < seconds(prompt - cached, cached):
+                self.written_back_tokens += lent - cached
+                self._write_back_s += write_back_s
+                cached = lent
+        if chain.pinned:
+            del self.pinned[call.session]
+        cache.lock(chain, matched)
+        cache.take(need)
+        held = chain.tokens + need
+        if cache.trunk_tokens < shared:
+            held -= cache.grow_trunk(shared)
+        call.prefill_held_tokens = held
+        self.held_tokens += held
+        call.cached_tokens = call.computed_tokens = cached
+        call.stage = PREFILLING
+        self.waiting_calls -= 1
+        self.computed_tokens += prompt - cached
+        self.recent_prompt_tokens += prompt
+        self.recent_cached_tokens += cached
+        return True
+
+    def _unpin(self, tokens: int, for_session: SimSession) -> bool:
+        """Memory is short: give up pins, that of the session whose calls come last in order first, and those of
+        sessions whose next call waits already only when nothing else would ever free memory."""
+        order = sorted(self.pinned, key=lambda session: session.gate.policy.order(session.uid, session.due_s))
+        for waiting_too in (False, True):
+            if waiting_too and self.held_tokens:
+                break
+            for session in reversed(order):
+                if tokens <= 0:
+                    return True
+                chain, call = session.prefill_chain, session.in_flight
+                waits = call is not None and call.stage <= QUEUED
+                if not chain.pinned or session is for_session or (waits and not waiting_too):
+                    continue
+                tokens -= chain.tokens
+                self.unpin(session)
+        return tokens <= 0
+
+    def pin(self, session: SimSession) -> None:
+        """Keep the session's context until `unpin` or its next call."""
+        self.cache.pin(session.prefill_chain)
+        self.pinned[session] = None
+
+    def unpin(self, session: SimSession) -> None:
+        self.cache.unpin(session.prefill_chain)
+        self.pinned.pop(session, None)
+
+    def on_pass_end(self, now_s: float, batch: list[tuple[SimCall, int]]) -> Events:
+        self.running = False
+        events: list[Event] = []
+        for call, new in batch:
+            call.computed_tokens += new
+            if call.stage == OVER:
+                self.release(call)
+            elif call.computed_tokens < call.prompt_tokens:
+                self._chunked = call
+            else:
+                if self.host is not None:
+                    chain = call.session.prefill_chain
+                    self.host.store(chain, self._whole_private(call))
+                events += self._prefilled(now_s, call)
+        if not self.running:  # what followed may have started the next pass already
+            events += self.start(now_s)
+        return events
+
+    def _whole_private(self, call: SimCall) -> int:
+        tokens = call.computed_tokens - call.computed_tokens % self._page - call.session.prefill_chain.shared_tokens
+        return min(max(0, tokens), call.prefill_held_tokens)
+
+    def release(self, call: SimCall) -> None:
+        """The call needs its memory no more: what it computed stays in the cache."""
+        held = call.prefill_held_tokens
+        self.held_tokens -= held
+        self.cache.unlock(call.session.prefill_chain, held, self._whole_private(call))
+        call.prefill_held_tokens = 0

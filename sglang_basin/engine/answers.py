@@ -15,6 +15,7 @@ _TEXTS = {
     Reason.HELD_TOO_LONG: "The server is at capacity and this new session could not be admitted in time.",
     Reason.SHED: "The server is over its capacity for long, and this new session was dropped.",
     Reason.QUEUE_FULL: "The server is at capacity and too many sessions wait already.",
+    Reason.CLIENT_LEFT: "The client left while this call waited to be admitted.",
     Reason.SESSION_ENDED: "The session was ended while this call waited to be admitted.",
 }
 

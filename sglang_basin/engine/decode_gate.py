@@ -18,8 +18,9 @@ from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import DecodeEnd, address
 from sglang_basin.engine.identity import stamped
-from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics
-from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, peers, singly
+from sglang_basin.engine.metrics import SHOW_EVERY_S, log, metrics
+from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, peers
+from sglang_basin.engine.turn import Turn
 from sglang_basin.policy.decisions import Reason
 
 ASK_AGAIN_S = 5.0
@@ -59,6 +60,7 @@ class DecodeGate:
     ) -> None:
         self._control = control
         self._answer = answer
+        self._turn = Turn()
         self._default_bootstrap_port = default_bootstrap_port
         self._control_port_offset = control_port_offset
         self._idle_timeout_s = idle_timeout_s
@@ -94,23 +96,18 @@ class DecodeGate:
 
     def pass_on(self, requests: list[Any]) -> list[Any]:
         now_s = self._clock()
-        out: list[Any] = []
+        self._turn.begin(requests)
         for peer, message in self._control.receive():
-            self._hear(peer, message, out, now_s)
-        for request in singly(requests):
-            try:
-                self._take(request, out, now_s)
-            except Exception:  # noqa: BLE001 - one odd request must neither be lost nor switch the gate off
-                fault("request", "could not judge a request; it goes on as in stock SGLang")
-                out.append(request)
+            self._hear(peer, message, now_s)
+        self._turn.judge_all(lambda request: self._take(request, now_s))
         if self._held:
-            self._ask_again(out, now_s)
+            self._ask_again(now_s)
         if now_s >= self._next_show_s:
             self._next_show_s = now_s + SHOW_EVERY_S
             metrics().held_calls.set(len(self._held))
         if now_s >= self._next_report_s:
             self._report_running(now_s)
-        return out
+        return self._turn.end()
 
     def left(self, request: Any) -> None:
         known = self._inside.pop(request.rid, None)
@@ -119,48 +116,46 @@ class DecodeGate:
             self._control.send(peer, messages.Left(room, len(getattr(request, "output_ids", None) or ())))
 
     def let_go(self) -> list[Any]:
-        held = [waiting.request for waiting in self._held.values()]
+        held = [*(waiting.request for waiting in self._held.values()), *self._turn.rest()]
         self._held.clear()
         self._control.close()
         return held
 
     # How calls come and go.
 
-    def _take(self, request: Any, out: list[Any], now_s: float) -> None:
+    def _take(self, request: Any, now_s: float) -> None:
         if isinstance(request, TokenizedGenerateReqInput):
-            self._arrive(request, out, now_s)
+            self._arrive(request, now_s)
             return
         if isinstance(request, AbortReq):
             self._abort(request)
-        out.append(request)
+        self._turn.go_on(request)
 
-    def _arrive(self, request: TokenizedGenerateReqInput, out: list[Any], now_s: float) -> None:
+    def _arrive(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
         session = stamped(request)
         if session is None or not peers(request):
             reason = Reason.NO_IDENTITY if session is None else Reason.ADMISSION_OFF
             metrics().decisions.labels("admit", reason.value).inc()
-            out.append(request)
+            self._turn.go_on(request)
             return
         session_id, ends_session = session
         bootstrap_port = request.bootstrap_port or self._default_bootstrap_port
         peer = address(request.bootstrap_host, bootstrap_port + self._control_port_offset)
         if (peer, session_id) in self._entered:
             metrics().decisions.labels("admit", Reason.LIVE_SESSION.value).inc()
-            self._enter(request, peer, session_id, out, now_s)
+            self._enter(request, peer, session_id, now_s)
             return
         question = messages.Ask(request.bootstrap_room, session_id, len(request.input_ids or ()), ends_session)
         self._control.send(peer, question)
         self._held[request.bootstrap_room] = _Held(request, question, peer, now_s, now_s, now_s)
 
-    def _enter(
-        self, request: TokenizedGenerateReqInput, peer: str, session_id: str, out: list[Any], now_s: float
-    ) -> None:
+    def _enter(self, request: TokenizedGenerateReqInput, peer: str, session_id: str, now_s: float) -> None:
         self._inside[request.rid] = (peer, request.bootstrap_room)
         self._entered[peer, session_id] = now_s
         self._entered.move_to_end((peer, session_id))
         while len(self._entered) > self._max_sessions:
             self._entered.popitem(last=False)
-        out.append(request)
+        self._turn.go_on(request)
 
     def _abort(self, abort: Any) -> None:
         for room, waiting in [item for item in self._held.items() if aborts(abort, item[1].request.rid)]:
@@ -170,7 +165,7 @@ class DecodeGate:
 
     # How prefill is heard and asked.
 
-    def _hear(self, peer: str, message: messages.FromPrefill, out: list[Any], now_s: float) -> None:
+    def _hear(self, peer: str, message: messages.FromPrefill, now_s: float) -> None:
         if isinstance(message, messages.Ended):
             for session_id in message.session_ids:
                 self._entered.pop((peer, session_id), None)
@@ -185,19 +180,19 @@ class DecodeGate:
         if isinstance(message, messages.Enter):
             metrics().door_wait.observe(now_s - waiting.since_s)
             metrics().decisions.labels("admit", "entered").inc()
-            self._enter(waiting.request, peer, waiting.question.session_id, out, now_s)
+            self._enter(waiting.request, peer, waiting.question.session_id, now_s)
         else:
             metrics().decisions.labels("refuse", message.reason.value).inc()
             refuse(self._answer, waiting.request, message.reason, message.retry_after_s)
 
-    def _ask_again(self, out: list[Any], now_s: float) -> None:
+    def _ask_again(self, now_s: float) -> None:
         for room, waiting in list(self._held.items()):
             if waiting.unanswered_s is not None and now_s - waiting.unanswered_s > PATIENCE_S:
                 del self._held[room]
                 metrics().decisions.labels("admit", "no_answer").inc()
                 log.warning("Basin: no answer from %s for %.0f s; the call goes on", waiting.peer, PATIENCE_S)
                 self._inside[waiting.request.rid] = (waiting.peer, room)
-                out.append(waiting.request)
+                self._turn.go_on(waiting.request)
             elif now_s - waiting.asked_s > ASK_AGAIN_S:
                 waiting.asked_s = now_s
                 waiting.unanswered_s = now_s if waiting.unanswered_s is None else waiting.unanswered_s

@@ -27,7 +27,7 @@ class Gate(Protocol):
         """A call has left SGLang: finished, handed over to decode, aborted or failed."""
 
     def let_go(self) -> list[Any]:
-        """Give up: return every held request and hold none from now on."""
+        """Give up: return every request that is held or was under way, and hold none from now on. Must not raise."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ def pull(original: Any, self: Any) -> list[Any] | None:
     try:
         return _here.gate.pass_on(requests)
     except Exception:  # noqa: BLE001 - whatever it was, the calls must go on
-        return _give_up(requests)
+        return _give_up()
 
 
 def calls_left(result: Any, self: Any, reqs: Any, return_logprob: Any = None, skip_req: Any = None) -> None:
@@ -122,13 +122,7 @@ def _left(req: Any) -> None:
         fault("left", "could not note the end of a call; its session will end by idle time-out")
 
 
-def _give_up(requests: list[Any]) -> list[Any]:
+def _give_up() -> list[Any]:
     fault("gate", "the gate failed and is off until a restart; all calls go on as in stock SGLang")
     gate, _here.gate = _here.gate, None
-    try:
-        held = gate.let_go()
-    except Exception:  # noqa: BLE001
-        fault("let_go", "the failed gate could not let go of the calls that it held")
-        held = []
-    known = {id(request) for request in held}
-    return held + [request for request in requests if id(request) not in known]
+    return gate.let_go() if gate is not None else []

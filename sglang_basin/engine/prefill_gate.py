@@ -15,18 +15,18 @@ from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import PrefillEnd
 from sglang_basin.engine.identity import stamped
-from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics, show_door
+from sglang_basin.engine.metrics import SHOW_EVERY_S, log, metrics, show_door
 from sglang_basin.engine.requests import (
     AbortReq,
     CloseSessionReqInput,
     TokenizedGenerateReqInput,
     aborts,
     call_id,
-    singly,
 )
 from sglang_basin.engine.rooms import DroppedRooms
+from sglang_basin.engine.turn import Turn
 from sglang_basin.policy.budget import Budget, BudgetSettings
-from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Refuse
+from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Reason, Refuse
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.prediction import PeaksSeen
 from sglang_basin.policy.reservation import law_named
@@ -42,6 +42,7 @@ class PrefillGate:
         self.door = door
         self.control = control
         self._answer = answer
+        self._turn = Turn()
         self._clock = clock
         self._held: dict[str, TokenizedGenerateReqInput] = {}  # by call id
         self._inside: dict[str, str] = {}  # rid of a call inside SGLang -> its call id
@@ -84,29 +85,22 @@ class PrefillGate:
     # What a gate owes to `gate`.
 
     def pass_on(self, requests: list[Any]) -> list[Any]:
-        if not requests and self.control is None and not self._held:
-            return requests
         now_s = self._clock()
+        self._turn.begin(requests)
         if self.control is not None:
             for peer, message in self.control.receive():
                 self._hear(peer, message, now_s)
-        out: list[Any] = []
-        for request in singly(requests):
-            try:
-                self._take(request, out, now_s)
-            except Exception:  # noqa: BLE001 - one odd request must neither be lost nor switch the gate off
-                fault("request", "could not judge a request; it goes on as in stock SGLang")
-                out.append(request)
+        self._turn.judge_all(lambda request: self._take(request, now_s))
         for outcome in self.door.poll(now_s):
-            self._conclude(outcome, out)
+            self._conclude(outcome)
         self._tell_ended()
         if self._dropped_rooms:
-            out.append(DroppedRooms(tuple(self._dropped_rooms)))
+            self._turn.go_on(DroppedRooms(tuple(self._dropped_rooms)))
             self._dropped_rooms.clear()
         if now_s >= self._next_show_s:
             self._next_show_s = now_s + SHOW_EVERY_S
             show_door(self.door.state())
-        return out
+        return self._turn.end()
 
     def left(self, request: Any) -> None:
         known = self._inside.pop(request.rid, None)
@@ -121,7 +115,7 @@ class PrefillGate:
             self.door.prefilled(known, now_s)
 
     def let_go(self) -> list[Any]:
-        held = list(self._held.values())
+        held = [*self._held.values(), *self._turn.rest()]
         self._held.clear()
         if self.control is not None:
             self.control.close()
@@ -129,18 +123,18 @@ class PrefillGate:
 
     # How calls come and go.
 
-    def _take(self, request: Any, out: list[Any], now_s: float) -> None:
+    def _take(self, request: Any, now_s: float) -> None:
         if isinstance(request, TokenizedGenerateReqInput):
-            self._arrive(request, out, now_s)
+            self._arrive(request, now_s)
             return
         if isinstance(request, AbortReq):
             self._abort(request, now_s)
         elif isinstance(request, CloseSessionReqInput):
             for refused in self.door.end(request.session_id, now_s):
-                self._conclude(refused, out)
-        out.append(request)
+                self._conclude(refused)
+        self._turn.go_on(request)
 
-    def _arrive(self, request: TokenizedGenerateReqInput, out: list[Any], now_s: float) -> None:
+    def _arrive(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
         session = stamped(request)
         call = call_id(request)
         session_id, ends_session = session if session is not None else (None, False)
@@ -153,28 +147,29 @@ class PrefillGate:
             self._held[call] = request
             self._turn_away(decision)
         else:
-            self._enter(call, request, out, track=session is not None)
+            self._enter(call, request, track=session is not None)
 
-    def _enter(self, call: str, request: TokenizedGenerateReqInput, out: list[Any], *, track: bool = True) -> None:
+    def _enter(self, call: str, request: TokenizedGenerateReqInput, *, track: bool = True) -> None:
         if track:
             self._inside[request.rid] = call
-        out.append(request)
+        self._turn.go_on(request)
 
     def _abort(self, abort: Any, now_s: float) -> None:
         for call, request in [item for item in self._held.items() if aborts(abort, item[1].rid)]:
             self._forget_held(call)
             drop(self._answer, request)
             self.door.abandon(call, now_s)
-            self._askers.pop(call, None)
+            if (asker := self._askers.pop(call, None)) is not None:
+                self._send(asker, messages.Turned(int(call), Reason.CLIENT_LEFT, 0.0))
 
-    def _conclude(self, outcome: Outcome, out: list[Any]) -> None:
+    def _conclude(self, outcome: Outcome) -> None:
         """A wait at the door has ended: tell both legs."""
         _count(outcome)
         call = outcome.call_id
         if isinstance(outcome, Admit):
             metrics().door_wait.observe(outcome.waited_s)
             if (request := self._held.pop(call, None)) is not None:
-                self._enter(call, request, out)
+                self._enter(call, request)
             if (asker := self._askers.pop(call, None)) is not None:
                 self._send(asker, messages.Enter(int(call)))
         else:

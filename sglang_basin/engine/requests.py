@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import (
     AbortReq,
-    BatchTokenizedGenerateReqInput,
     CloseSessionReqInput,
     TokenizedGenerateReqInput,
 )
 
-from sglang_basin.engine.identity import stamped
-
-__all__ = ["AbortReq", "CloseSessionReqInput", "TokenizedGenerateReqInput", "aborts", "call_id", "peers", "singly"]
-
-
-def singly(requests: Iterable[Any]) -> Iterator[Any]:
-    """The requests, with batches in which any call names a session taken apart, so that each can wait alone."""
-    for request in requests:
-        if isinstance(request, BatchTokenizedGenerateReqInput) and any(stamped(call) for call in request):
-            yield from request
-        else:
-            yield request
+__all__ = ["AbortReq", "CloseSessionReqInput", "TokenizedGenerateReqInput", "aborts", "call_id", "peers"]
 
 
 def call_id(request: TokenizedGenerateReqInput) -> str:

@@ -30,6 +30,8 @@ class Reason(Enum):
     SHED = "shed"
     """Capacity is truly short and this session has the lowest priority of those that wait."""
     QUEUE_FULL = "queue_full"
+    CLIENT_LEFT = "client_left"
+    """The client left one leg of the call; the other one needs no answer either."""
     SESSION_ENDED = "session_ended"
     """The client ended the session while this call of it still waited."""
 

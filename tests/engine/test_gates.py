@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput, Tokeni
 from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_basin.engine import decode_gate, messages
+from sglang_basin.engine import decode_gate, gate, messages
 from sglang_basin.engine.control import ControlError, DecodeEnd, PrefillEnd, address
 from sglang_basin.engine.decode_gate import DecodeGate
 from sglang_basin.engine.identity import ACTION_TYPE
@@ -172,7 +172,8 @@ def test_a_disconnect_while_held_releases_both_sides(pair: Pair) -> None:
     waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
     pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
     pair.until(lambda p, d: p and d, prefill=[AbortReq(rid="p2")], decode=[AbortReq(rid="d2")])
-    assert pair.answers == {"prefill": [("p2", None)], "decode": [("d2", None)]}
+    assert pair.answers["prefill"] == [("p2", None)]
+    assert [rid for rid, _ in pair.answers["decode"]] == ["d2"]  # by its own abort or by prefill's word, once
     assert pair.prefill.door.state().queued_sessions == 0
     assert (pair.prefill._held, pair.decode._held, pair.prefill._askers) == ({}, {}, {})
 
@@ -268,3 +269,20 @@ def test_a_full_queue_turns_both_legs_away_at_once(pair: Pair) -> None:
     assert full.answers == {"prefill": [("p2", 503)], "decode": [("d2", 503)]}
     full.prefill.let_go()
     full.decode.let_go()
+
+
+def test_a_gate_that_fails_in_mid_turn_loses_no_request(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came in, what was held and what was just freed all go on, each once."""
+    pair.enter("a", 1, 101)
+    pair.prefill.pass_on([pair.call("b", 2, side="p"), pair.call("c", 3, side="p")])
+
+    def broken() -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(pair.prefill, "_tell_ended", broken)
+    monkeypatch.setattr(gate, "_here", gate._Attached(pair.prefill, None))
+    pair.prefill.door.end("a", 0.0)  # frees b; the gate then fails on its way to tell decode about it
+    coming = [pair.call("a", 4, side="p"), pair.call(None, 5, side="p")]
+    going_on = gate.pull(lambda self: coming, None)
+    assert sorted(rids(going_on)) == ["p2", "p3", "p4", "p5"]
+    assert gate.pull(lambda self: [7], None) == [7], "from then on SGLang is left alone"

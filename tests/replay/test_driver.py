@@ -248,3 +248,17 @@ def test_a_failure_after_the_first_event_of_a_stream_is_kept():
     assert answer.feed(b'data: {"output_ids": [7], ' + meta + b"}\n\n") == 1
     answer.feed(b'data: {"error": {"message": "gone", "code": 400}}\n\n')
     assert (answer.failure.message, answer.failure.status, answer.output_ids) == ("gone", 400, [7])
+
+
+def test_chat_chunks_count_by_their_own_usage_where_they_have_it():
+    answer = ChatAnswer()
+    assert answer.feed(b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}], "usage": null}\n\n') == 0
+    chunk = (
+        b'data: {"choices": [{"delta": {"content": "ab"}}], "usage": {"prompt_tokens": 9, "completion_tokens": %d}}\n\n'
+    )
+    assert answer.feed(chunk % 3) == 3
+    assert answer.feed(chunk % 4) == 1
+    assert answer.feed(b'data: {"choices": [{"delta": {"content": "c"}}]}\n\n') == 1
+    assert answer.feed(b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 7}}\n\n') == 0
+    assert (answer.text, answer.output_tokens, answer.prompt_tokens, answer.cached_tokens) == ("ababc", 7, 9, None)
+    assert not answer.finished

@@ -39,13 +39,13 @@ class Gate:
         self._profile = profile
         self._decodes = decodes
         self._recent: deque[tuple[int, int]] = deque([(0, 0)] * HIT_RATE_WINDOW_S)
-        self._recent_prompt = self._recent_cached = 0
+        self.recent_prompt_tokens = self.recent_cached_tokens = 0
 
     def ask(self, call: SimCall, now_s: float, ends_session: bool) -> Admit | Queue | Refuse:
         decision = self.policy.call(
             call.call_id, call.session.uid, call.prompt_tokens, now_s, ends_session=ends_session
         )
-        if type(decision) is Queue:
+        if isinstance(decision, Queue):
             self.held[call.call_id] = call
         elif decision.reason is not Reason.LIVE_SESSION:
             self._count(decision)
@@ -62,7 +62,7 @@ class Gate:
         return ended
 
     def _count(self, decision: Admit | Refuse) -> None:
-        kind = "admit" if type(decision) is Admit else "refuse"
+        kind = "admit" if isinstance(decision, Admit) else "refuse"
         self.reasons[f"{kind}: {decision.reason.value}"] += 1
 
     def tick(self) -> None:
@@ -72,13 +72,13 @@ class Gate:
         prefill.recent_prompt_tokens = prefill.recent_cached_tokens = 0
         self._recent.append((prompt, cached))
         old_prompt, old_cached = self._recent.popleft()
-        self._recent_prompt += prompt - old_prompt
-        self._recent_cached += cached - old_cached
+        self.recent_prompt_tokens += prompt - old_prompt
+        self.recent_cached_tokens += cached - old_cached
 
     @property
     def hit_rate(self) -> float | None:
         """Over the last minute; None while nothing was prefilled."""
-        return self._recent_cached / self._recent_prompt if self._recent_prompt else None
+        return self.recent_cached_tokens / self.recent_prompt_tokens if self.recent_prompt_tokens else None
 
     def observe(self, now_s: float) -> None:
         self.policy.observe(self.view(), now_s)

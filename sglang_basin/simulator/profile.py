@@ -48,7 +48,7 @@ class PrefillProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class DecodeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Decode instances. A step of n sequences takes `step_s` + n · `per_sequence_s` + `per_context_token_s` · Σ context."""
+    """Decode instances. A step takes `step_s` + `per_sequence_s` · sequences + `per_context_token_s` · Σ context."""
 
     instances: Count = 1
     pool_tokens: SomeTokens

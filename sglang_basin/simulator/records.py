@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from sglang_basin.replay.goodput import ServedSession, Target, goodput
 from sglang_basin.replay.plan import Plan
+from sglang_basin.replay.records import CallOutcome, SessionOutcome
 from sglang_basin.replay.summary import Summary
 from sglang_basin.simulator.decode import TPOT_BIN_S
 
@@ -40,7 +41,7 @@ class Outcome(IntEnum):
     CANCELLED = 5
 
 
-CALL_NAMES = {
+CALL_NAMES: dict[Outcome, CallOutcome] = {
     Outcome.OK: "ok",
     Outcome.REJECTED: "rejected",
     Outcome.TIMEOUT: "timeout",
@@ -48,7 +49,7 @@ CALL_NAMES = {
     Outcome.ERROR: "error",
     Outcome.CANCELLED: "cancelled",
 }
-SESSION_NAMES = {
+SESSION_NAMES: dict[Outcome, SessionOutcome] = {
     Outcome.OK: "finished",
     Outcome.REJECTED: "rejected",
     Outcome.TIMEOUT: "failed",
@@ -135,8 +136,8 @@ class Log:
         self.finished_sessions += outcome is Outcome.OK
 
     def sample(self, run: Simulation, now_s: float) -> None:
-        prompt = sum(gate._recent_prompt for gate in run.gates)
-        cached = sum(gate._recent_cached for gate in run.gates)
+        prompt = sum(gate.recent_prompt_tokens for gate in run.gates)
+        cached = sum(gate.recent_cached_tokens for gate in run.gates)
         prefill_pool = sum(prefill.cache.pool_tokens for prefill in run.prefills)
         decode_pool = sum(decode.cache.pool_tokens for decode in run.decodes)
         values = (
@@ -159,6 +160,7 @@ class Log:
 
     def close(self, run: Simulation, ended_s: float) -> None:
         self.elapsed_s = ended_s
+        self.opened_sessions = len(run.sessions)
         for decode in run.decodes:
             self.tpot_bins.update(decode.tpot_bins)
         for gate in run.gates:

@@ -24,7 +24,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_basin.policy.decisions import Admit, Refuse
@@ -37,7 +37,6 @@ from sglang_basin.simulator.calls import (
     HELD,
     NONE,
     OVER,
-    PREFILLING,
     QUEUED,
     SENDING,
     Event,
@@ -121,7 +120,7 @@ class Simulation:
         self._queue: list[tuple[float, int, Callable[[float, object], Events], object]] = []
         self._made = itertools.count()
         self._deadlines: deque[tuple[float, SimCall]] = deque()
-        self._sessions: list[SimSession] = []
+        self.sessions: list[SimSession] = []
         self.live_sessions: dict[str, SimSession] = {}
         self.working_set_tokens = 0
         self.waiting_first = 0
@@ -167,7 +166,7 @@ class Simulation:
         session = SimSession(
             number, planned, self.gates[prefill], self.prefills[prefill], self.decodes[decode], self._page
         )
-        self._sessions.append(session)
+        self.sessions.append(session)
         self.live_sessions[session.uid] = session
         self.waiting_first += 1
         return [*self._arrival(number + 1), *self.on_call(now_s, session)]
@@ -186,9 +185,9 @@ class Simulation:
         gate = session.gate
         ends = self.client.announce_end and index == len(session.calls) - 1
         decision = gate.ask(call, now_s, ends)
-        if type(decision) is Admit:
+        if isinstance(decision, Admit):
             events += self._admitted(now_s, call)
-        elif type(decision) is Refuse:
+        elif isinstance(decision, Refuse):
             events += self._refused(now_s, call, decision)
         else:
             events += self._wake(now_s, gate, polled=False)
@@ -291,12 +290,12 @@ class Simulation:
 
     # What goes wrong.
 
-    def on_deadline(self, now_s: float, _: None) -> Events:
+    def on_deadline(self, now_s: float, _nothing: None) -> Events:
         """The oldest call's client gives up, if the call is not over; looks ahead to the next one."""
         deadlines = self._deadlines
         events: list[Event] = []
         while deadlines and (deadlines[0][0] <= now_s or deadlines[0][1].stage == OVER):
-            _, call = deadlines.popleft()
+            call = deadlines.popleft()[1]
             if call.stage != OVER:
                 events += self._abort(now_s, call)
                 events += self._failed(now_s, call, Outcome.TIMEOUT, None)
@@ -360,7 +359,7 @@ class Simulation:
     def _poll(self, now_s: float, gate: Gate) -> Events:
         events: list[Event] = []
         for call, outcome in gate.poll(now_s):
-            if type(outcome) is Admit:
+            if isinstance(outcome, Admit):
                 events += self._admitted(now_s, call)
             else:
                 events += self._refused(now_s, call, outcome)
@@ -383,7 +382,7 @@ class Simulation:
         gate.wake_s = None
         return self._changed(now_s, gate)
 
-    def on_tick(self, now_s: float, _: None) -> Events:
+    def on_tick(self, now_s: float, _nothing: None) -> Events:
         """Once a second for every policy, whatever happens."""
         events: list[Event] = []
         for gate in self.gates:
@@ -393,7 +392,7 @@ class Simulation:
         self._ticks += 1
         if self._ticks % self._sample_every == 0:
             self.log.sample(self, now_s)
-        if self.live_sessions or len(self._sessions) < len(self.plan.sessions):
+        if self.live_sessions or len(self.sessions) < len(self.plan.sessions):
             events.append((now_s + TICK_S, self.on_tick, None))
         return events
 
@@ -421,14 +420,14 @@ class Simulation:
     def check(self) -> None:
         """Raise PoolError unless every pool adds up."""
         for number, prefill in enumerate(self.prefills):
-            chains = [s.prefill_chain for s in self._sessions if s.prefill is prefill]
+            chains = [s.prefill_chain for s in self.sessions if s.prefill is prefill]
             prefill.cache.check(chains, prefill.held_tokens)
             if prefill.host is not None:
                 prefill.host.check(chains)
             if prefill.waiting_calls < 0:
                 raise PoolError(f"prefill {number}: {prefill.waiting_calls} waiting calls")
         for decode in self.decodes:
-            chains = [s.decode_chain for s in self._sessions if s.decode is decode]
+            chains = [s.decode_chain for s in self.sessions if s.decode is decode]
             decode.cache.check(chains, decode.held_tokens)
             decode.check()
 

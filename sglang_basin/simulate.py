@@ -79,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--scale-time", type=scale_factor, default=1.0, metavar="F", help="factor on tool waits")
     add("--max-calls", type=positive_int, metavar="N", help="only the first N calls of a session")
     add("--tool-cap", type=duration_s, metavar="D", help="longest tool wait, after scaling")
+    add("--shared-prefix", type=positive_int, metavar="N", help="all sessions share N tokens, before scaling (trace's)")
     add("--max-context", type=positive_int, metavar="N", help="end a session before prompt + output exceed N tokens")
 
     add = parser.add_argument_group("clients and target").add_argument
@@ -150,6 +151,7 @@ def _settings(options: argparse.Namespace) -> StudySettings:
             tool_cap_s=options.tool_cap,
             max_context_tokens=options.max_context,
         ),
+        shared_prefix_tokens=options.shared_prefix,
         client=ClientSettings(
             announce_end=options.announce_end,
             retries=options.retries,

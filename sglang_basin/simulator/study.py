@@ -47,6 +47,9 @@ class StudySettings:
     order: Literal["shuffle", "recorded"] = "shuffle"
     seed: int = 1
     scaling: Scaling = field(default_factory=Scaling)
+    shared_prefix_tokens: int | None = None
+    """What all sessions share of their first prompts, before scaling; None leaves that to the trace. Traces that do
+    not tell it leave it at 0, although an agent's system prompt and tools are the same text in every session."""
     client: ClientSettings = field(default_factory=ClientSettings)
     target: Target = field(default_factory=Target)
     policy_options: dict[str, str] = field(default_factory=dict)
@@ -64,7 +67,8 @@ class StudySettings:
             process=self.process,
         )
         name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-        return build_plan(_sessions(path, self.scaling), arrivals, self.seed, trace_name=name, order=self.order)
+        sessions = _sessions(path, self.scaling, self.shared_prefix_tokens)
+        return build_plan(sessions, arrivals, self.seed, trace_name=name, order=self.order)
 
     def hardware(self) -> HardwareProfile:
         """The profile with its changes. Raises ProfileError."""
@@ -85,8 +89,14 @@ class StudySettings:
 
 
 @functools.lru_cache(maxsize=4)
-def _sessions(path: Path, scaling: Scaling) -> list[Session]:
-    return scale_trace(read_trace(path), scaling)
+def _sessions(path: Path, scaling: Scaling, shared_tokens: int | None) -> list[Session]:
+    sessions = read_trace(path)
+    if shared_tokens is not None:
+        sessions = [
+            dataclasses.replace(session, shared_prefix_tokens=min(shared_tokens, session.calls[0].prompt_tokens))
+            for session in sessions
+        ]
+    return scale_trace(sessions, scaling)
 
 
 @functools.lru_cache(maxsize=16)

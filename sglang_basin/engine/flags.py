@@ -143,6 +143,15 @@ REFUSED: tuple[Refused, ...] = (
         needs="unset",
         why="an encoder has no KV cache to guard",
     ),
+    Refused(
+        flag="--dp-size",
+        field="dp_size",
+        parse=int,
+        accepts=lambda value: value in (None, 1),
+        needs="1",
+        why="each rank has a cache of its own, and the control channel knows one door per prefill server so far",
+        aliases=("--data-parallel-size",),
+    ),
 )
 
 RAISED: tuple[Raised, ...] = (

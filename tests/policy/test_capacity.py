@@ -58,7 +58,7 @@ def deployments(draw: st.DrawFn) -> Deployment:
     )
 
 
-@given(deployments(), st.floats(0, 1e6))
+@given(deployments(), st.one_of(st.just(0.0), st.floats(1e-9, 1e6)))
 def test_the_curve_is_continuous_positive_and_within_the_bounds_of_its_stations(
     deployment: Deployment, sessions: float
 ) -> None:

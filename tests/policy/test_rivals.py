@@ -169,6 +169,17 @@ def test_concur_holds_agents_over_the_window_in_order_of_arrival() -> None:
     assert policy.poll(2.0) == [Admit("3", Reason.FITS, 2.0)]
 
 
+def test_concur_gives_no_place_to_an_agent_that_gave_up_waiting() -> None:
+    policy = concur(initial_window=1)
+    policy.call("1", "a", 10, 0.0)
+    policy.call("2", "b", 10, 0.0)
+    policy.call("3", "c", 10, 0.0)
+    policy.abandon("2", 1.0)
+    policy.end("a", 2.0)
+    assert policy.poll(2.0) == [Admit("3", Reason.NOBODY_LIVE, 2.0)]
+    assert isinstance(policy.call("4", "b", 10, 3.0), Queue)  # back again, at the end of the line
+
+
 @pytest.mark.parametrize(
     ("contexts", "hit_rate", "window"),
     [(19, 0.1, 4), (20, 0.1, 2), (50, 0.1, 2), (51, 0.1, 1), (51, 0.2, 2), (51, None, 2)],
@@ -322,6 +333,16 @@ def test_continuum_pins_nothing_for_a_program_that_has_ended() -> None:
     policy.call("1", "a", 10, 0.0, ends_session=True)
     policy.finish("1", 5, 1.0)
     assert policy.keep_until_s("a", 1.0) is None
+
+
+def test_continuum_pins_nothing_while_another_call_of_the_program_runs() -> None:
+    policy = Continuum(ContinuumSettings(constant_ttl_s=2.0))
+    policy.call("1", "a", 10, 0.0)
+    policy.call("2", "a", 12, 0.0)
+    policy.finish("1", 5, 1.0)
+    assert policy.keep_until_s("a", 1.0) is None
+    policy.finish("2", 5, 2.0)
+    assert policy.keep_until_s("a", 2.0) == 4.0
 
 
 def test_continuum_pins_by_the_exponential_prior_until_tool_times_are_known() -> None:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from sglang_basin.policy.interface import EngineView
 
+LOWEST_HIGH_SHARE = 0.7
+"""However low the hit rate is at low load, its high stretch is taken to be at least this part of the configured one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSettings:
@@ -45,7 +48,7 @@ class Budget:
         self.settings = settings
         self.capacity_tokens = max(1, capacity_tokens)
         self.factor = 1.0
-        self.high_hit_rate: float | None = None
+        self.high_hit_rate = settings.healthy_hit_rate
         """The deployment's own high stretch: what the hit rate is while the working set is well below the budget."""
 
     @property
@@ -68,9 +71,10 @@ class Budget:
         if view.hit_rate is None:
             return
         if reserved_tokens < 0.7 * self.reference_tokens:
-            seen = self.high_hit_rate
-            self.high_hit_rate = view.hit_rate if seen is None else seen + 0.05 * (view.hit_rate - seen)
-        high = settings.healthy_hit_rate if self.high_hit_rate is None else self.high_hit_rate
+            # A cold cache misses at low load too: its first rates must not pass for the high stretch.
+            self.high_hit_rate += 0.05 * (view.hit_rate - self.high_hit_rate)
+            self.high_hit_rate = max(self.high_hit_rate, LOWEST_HIGH_SHARE * settings.healthy_hit_rate)
+        high = self.high_hit_rate
         if view.hit_rate < high - 2 * settings.tolerance:
             self.factor = max(1 - settings.band, self.factor - settings.step_down)
         elif queued and view.hit_rate >= high - settings.tolerance:

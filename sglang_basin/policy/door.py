@@ -57,8 +57,9 @@ class DoorSettings:
     ticket_grace_s: float = 0.0
     """How long a waiting session keeps its place without a call."""
     max_sessions: int = 100_000
+    """Sessions that may be live at once, above which the longest idle one is forgotten; and that may wait at most."""
     max_queued: int | None = None
-    """Sessions that may wait at once; None for no limit of its own."""
+    """Sessions that may wait at once, if fewer; above it new ones are turned away at once."""
     peak_share: float = 0.5
     """The quantile of the predicted peak that the priority is made of."""
     enabled: bool = True
@@ -99,12 +100,14 @@ class Door:
         self.budget = budget
         self._by = order or ArrivalOrder()
         self._predictor = predictor
+        self._max_waiting = settings.max_sessions if settings.max_queued is None else settings.max_queued
         self._shedding = shedding if shedding is not None and shedding.enabled else None
         self._rates = Rates(shedding or SheddingSettings())
         self._live: OrderedDict[str, Session] = OrderedDict()  # least recently active first
         self._waiting: dict[str, Session] = {}
         self._queue: list[tuple[float, int, str]] = []  # (priority, ticket, session id), sorted; no stale entries
         self._away: OrderedDict[str, float] = OrderedDict()  # waiting sessions without a call -> since when
+        self._turned_away: OrderedDict[str, float] = OrderedDict()  # sessions that left the queue unserved -> when
         self._calls: dict[str, Call] = {}
         self._held: deque[Call] = deque()  # by arrival; entries may be stale
         self._reserved_tokens = 0.0
@@ -153,7 +156,8 @@ class Door:
         self._set_context(session, session.context_with(prompt_tokens))
         if is_new:
             session.priority = self._by.priority(now_s, session.predicted_peak(self.settings.peak_share))
-            self._rates.arrived(now_s)
+            if self._turned_away.pop(session_id, None) is None:
+                self._rates.arrived(now_s)  # a client that comes again is no new demand
             self._forget_over_bound()
         call = Call(call_id, session_id, prompt_tokens, now_s, Stage.HELD, ends_session, here)
         call.stage = call.admitted_stage
@@ -168,8 +172,8 @@ class Door:
                 self._keep(session, call)
                 self._enter(session, now_s)
                 return Admit(call_id, reason)
-            limit = self.settings.max_queued
-            if limit is not None and len(self._waiting) >= limit:
+            if len(self._waiting) >= self._max_waiting:
+                self._remember_turned_away(session_id, now_s)
                 return Refuse(call_id, Reason.QUEUE_FULL, 0.0, RETRY_AFTER_S)
             self._tickets += 1
             session.ticket = self._tickets
@@ -401,8 +405,8 @@ class Door:
         self._ended.append(session.session_id)
         if completed:
             self._rates.completed(self._now_s)
-        if self._predictor is not None:
-            self._predictor.learn(session)
+            if self._predictor is not None:
+                self._predictor.learn(session)
 
     def _drop(self, call_id: str, now_s: float) -> Call | None:
         """Forget a call. A waiting session that loses its last call goes away, or leaves the queue without a grace."""
@@ -418,7 +422,13 @@ class Door:
                 self._away[session.session_id] = now_s
             else:
                 self._leave_queue(session)
+                self._remember_turned_away(session.session_id, now_s)
         return call
+
+    def _remember_turned_away(self, session_id: str, now_s: float) -> None:
+        self._turned_away[session_id] = now_s
+        if len(self._turned_away) > self.settings.max_sessions:
+            self._turned_away.popitem(last=False)
 
     def _leave_queue(self, session: Session) -> None:
         del self._waiting[session.session_id]
@@ -435,6 +445,7 @@ class Door:
         refused = [self._refuse(call, reason, now_s) for call in list(session.calls.values())]
         if session.session_id in self._waiting:
             self._leave_queue(session)
+            self._remember_turned_away(session.session_id, now_s)
         return refused
 
     def _refuse_overdue(self, now_s: float) -> list[Outcome]:
@@ -457,7 +468,8 @@ class Door:
         if now_s < self._next_shed_s or excess <= 0:
             return []
         self._next_shed_s = now_s + 1 / excess  # what arrives beyond the capacity is what must go
-        return self._turn_away(self._waiting[self._queue[-1][2]], Reason.SHED, now_s)
+        last = next(entry[2] for entry in reversed(self._queue) if entry[2] not in self._away)
+        return self._turn_away(self._waiting[last], Reason.SHED, now_s)
 
     def _expire_idle(self, now_s: float) -> None:
         while self._live:
@@ -475,10 +487,11 @@ class Door:
             if now_s - since_s < self.settings.ticket_grace_s:
                 return
             self._leave_queue(self._waiting[session_id])
+            self._remember_turned_away(session_id, now_s)
 
     def _forget_over_bound(self) -> None:
         """Keep the table bounded: forget the longest idle sessions, whose return would make them new ones."""
-        while len(self._live) + len(self._waiting) >= self.settings.max_sessions and self._live:
+        while len(self._live) >= self.settings.max_sessions:
             self._end(next(iter(self._live.values())), completed=False)
 
     def _touch(self, session: Session, now_s: float) -> None:

@@ -78,7 +78,8 @@ class StatisticalMultiplexing:
     most up to the predicted peak; the spread of the prediction gives the variance, in proportion to how much of the
     growth falls into the horizon. Sessions are independent, so the sum is normal: the sum of means plus z standard
     deviations must fit, with z the (1 - ε) quantile of the normal distribution. This is the "effective bandwidth" of
-    admission control for bursty sources (Guérin, Ahmadi, Naghshineh, 1991, eq. for the stationary approximation).
+    admission control for bursty sources (Guérin, Ahmadi, Naghshineh, 1991, the stationary approximation). The mean
+    grows with the prediction; the spread need not: a sharper prediction of a longer session can count for less.
     """
 
     name = "multiplex"

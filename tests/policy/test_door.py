@@ -10,6 +10,7 @@ from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.decisions import Admit, Queue, Reason, Refuse
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.reservation import CurrentContext
+from sglang_basin.policy.shedding import SheddingSettings
 
 
 def make_door(budget_tokens: int = 100, **changes: object) -> Door:
@@ -207,6 +208,32 @@ def test_a_clock_that_jumps_back_neither_ends_nor_refuses_anything() -> None:
 def test_a_budget_below_one_token_is_refused() -> None:
     with pytest.raises(ValueError, match="budget_tokens"):
         make_door(budget_tokens=0)
+
+
+def test_a_client_that_comes_again_is_no_new_demand() -> None:
+    """Regression: a storm of retries after refusals must not look like a long-run overload and bring on shedding."""
+    settings_ = DoorSettings(idle_timeout_s=1e9, hold_limit_s=10)
+    budget = Budget(BudgetSettings(fixed_tokens=100), capacity_tokens=1)
+    shedding = SheddingSettings(arrival_window_s=60, completion_window_s=60, head_wait_s=5)
+    door = Door(settings_, law=CurrentContext(), budget=budget, shedding=shedding)
+    door.call("a", "a", 101, 0.0)
+    reasons = set()
+    for second in range(1, 240):
+        if second % 12 == 1:
+            for number in range(3):
+                door.call(f"{second}-{number}", f"s{number}", 10, float(second))
+        reasons |= {outcome.reason for outcome in door.poll(float(second))}
+    assert reasons == {Reason.HELD_TOO_LONG}
+
+
+def test_the_queue_is_bounded_too() -> None:
+    """Regression: many waiting sessions neither grow the table without bound nor push live ones out."""
+    door = make_door(max_sessions=5)
+    enter(door, "a", "a", 101)
+    decisions = [door.call(f"c{i}", f"s{i}", 200, 1.0) for i in range(50)]
+    assert sum(isinstance(decision, Queue) for decision in decisions) == 5
+    assert {decision.reason for decision in decisions if isinstance(decision, Refuse)} == {Reason.QUEUE_FULL}
+    assert door.live_session("a") is not None
 
 
 EVENTS = st.lists(

@@ -1,0 +1,44 @@
+"""The budget follows the engine, within its band."""
+
+from __future__ import annotations
+
+from sglang_basin.policy.budget import Budget, BudgetSettings
+from sglang_basin.policy.interface import EngineView
+
+
+def view(hit_rate: float | None, **changes: int) -> EngineView:
+    return EngineView(cache_tokens=1000, hit_rate=hit_rate, **changes)
+
+
+def test_capacity_counts_every_memory_that_can_give_a_prefix_back_and_is_followed_at_once() -> None:
+    budget = Budget(BudgetSettings(), 1)
+    budget.observe(view(None, host_tokens=500, lent_tokens=250), queued=False, reserved_tokens=0)
+    assert budget.tokens == 1750
+    budget.observe(view(None, host_tokens=500), queued=False, reserved_tokens=0)
+    assert budget.tokens == 1500
+
+
+def test_the_knee_caps_the_reference_and_a_fixed_budget_beats_both() -> None:
+    assert Budget(BudgetSettings(knee_tokens=1000), 10_000).reference_tokens == 900
+    assert Budget(BudgetSettings(knee_tokens=1000), 500).reference_tokens == 500
+    assert Budget(BudgetSettings(knee_tokens=1000, fixed_tokens=7), 500).reference_tokens == 7
+
+
+def test_it_loosens_while_sessions_queue_on_the_high_stretch_and_tightens_off_it() -> None:
+    budget = Budget(BudgetSettings(band=0.2), 1000)
+    for _ in range(100):
+        budget.observe(view(0.92), queued=True, reserved_tokens=1000)
+    assert budget.tokens == 1200
+    for _ in range(100):
+        budget.observe(view(0.4), queued=True, reserved_tokens=1000)
+    assert budget.tokens == 800
+
+
+def test_a_cold_start_does_not_pass_for_the_high_stretch() -> None:
+    """Regression: a first observation of an empty cache made a later collapse look healthy, and the budget loosened."""
+    budget = Budget(BudgetSettings(band=0.2), 1000)
+    for _ in range(200):
+        budget.observe(view(0.0), queued=False, reserved_tokens=10)
+    for _ in range(60):
+        budget.observe(view(0.05), queued=True, reserved_tokens=1000)
+    assert budget.tokens == 800

@@ -25,9 +25,10 @@ from sglang_basin.replay.quantities import (
     scale_factor,
     surge_extra,
 )
-from sglang_basin.replay.records import RecordError
+from sglang_basin.replay.records import RecordError, RunResult
 from sglang_basin.replay.summary import Summary, summarize
 from sglang_basin.replay.trace import Scaling, TraceError, shipped_traces
+from sglang_basin.simulator.fitting import as_toml, fit_profile
 from sglang_basin.simulator.measured import MeasuredError, as_run_result, read_measured
 from sglang_basin.simulator.policies import PolicyError, option_names, policy_names
 from sglang_basin.simulator.profile import ProfileError, shipped_profiles
@@ -97,6 +98,12 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="calls.jsonl of a replay: simulate that very run (give its trace and scaling) and show both",
+    )
+    add(
+        "--fit",
+        type=Path,
+        metavar="FILE",
+        help="with --measured: fit the profile's costs to that run first, and write the fitted profile here",
     )
 
     add = parser.add_argument_group("many runs").add_argument
@@ -174,6 +181,8 @@ def _one(options: argparse.Namespace, settings: StudySettings) -> int:
     measured = None
     if options.measured is not None:
         measured, settings = read_measured(options.measured, settings)
+    if options.fit is not None:
+        settings = _fitted(options.fit, measured, settings)
     study = run_study(settings)
     simulated = as_run_result(study.log, study.unloaded_s, settings.target.tpot_s)
     runs = {settings.policy: simulated}
@@ -195,6 +204,18 @@ def _one(options: argparse.Namespace, settings: StudySettings) -> int:
         pool = study.hardware.prefill.pool_tokens
         report.write_page(options.page, runs, target=settings.target, cache_tokens=pool, settings=settings.as_dict())
     return EXIT_OK
+
+
+def _fitted(path: Path, measured: RunResult | None, settings: StudySettings) -> StudySettings:
+    if measured is None:
+        raise UsageError("--fit goes with --measured")
+    fit = fit_profile(measured, settings.hardware(), path.stem)
+    _write(path, as_toml(fit.profile))
+    print(
+        f"fitted to {fit.lone_calls} lone prefills (median error {fit.ttft_error:.0%}) and {fit.steps:,} decode steps "
+        f"({fit.step_error:.0%}): written to {path}\n"
+    )
+    return dataclasses.replace(settings, profile=str(path), profile_changes={})
 
 
 def _tell(study: Study) -> None:

@@ -38,8 +38,10 @@ class Gate:
         """When the next poll is due that has been scheduled already."""
         self._profile = profile
         self._decodes = decodes
+        self._decode_tokens = sum(decode.cache.pool_tokens for decode in decodes)
         self._recent: deque[tuple[int, int]] = deque([(0, 0)] * HIT_RATE_WINDOW_S)
         self.recent_prompt_tokens = self.recent_cached_tokens = 0
+        self._look_at_decodes()
 
     def ask(self, call: SimCall, now_s: float, ends_session: bool) -> Admit | Queue | Refuse:
         decision = self.policy.call(
@@ -66,7 +68,8 @@ class Gate:
         self.reasons[f"{kind}: {decision.reason.value}"] += 1
 
     def tick(self) -> None:
-        """Once a second: the calls prefilled since the last tick move into the window."""
+        """Once a second: the calls prefilled since the last tick move into the window, decodes report."""
+        self._look_at_decodes()
         prefill = self.prefill
         prompt, cached = prefill.recent_prompt_tokens, prefill.recent_cached_tokens
         prefill.recent_prompt_tokens = prefill.recent_cached_tokens = 0
@@ -84,25 +87,31 @@ class Gate:
         self.policy.observe(self.view(), now_s)
 
     def view(self) -> EngineView:
-        """What the scheduler of this prefill instance could know now."""
-        prefill, decodes, profile = self.prefill, self._decodes, self._profile
+        """What the scheduler of this prefill instance could know now: its own state exactly, that of the decode
+        instances as of the last second, as they report it."""
+        prefill, profile = self.prefill, self._profile
         cache = prefill.cache
-        decode_tokens = held = waiting = lent = 0
-        for decode in decodes:
-            pool = decode.cache.pool_tokens
-            decode_tokens += pool
-            held += decode.held_tokens
-            waiting += decode.waiting_calls
-            if profile.decode.lend:
-                lent += max(0, min(int(profile.decode.lend_share * pool), pool - decode.held_tokens))
         return EngineView(
             cache_tokens=cache.pool_tokens,
             host_tokens=max(0, profile.prefill.host_tokens - cache.pool_tokens),
-            lent_tokens=lent // profile.prefill.instances,
+            lent_tokens=self._lent_tokens,
             cache_used_share=1.0 - cache.free_tokens / cache.pool_tokens,
             hit_rate=self.hit_rate,
             prefill_waiting_calls=prefill.waiting_calls,
-            decode_tokens=decode_tokens,
-            decode_used_share=held / decode_tokens,
-            decode_waiting_calls=waiting,
+            decode_tokens=self._decode_tokens,
+            decode_used_share=self._decode_used_share,
+            decode_waiting_calls=self._decode_waiting_calls,
         )
+
+    def _look_at_decodes(self) -> None:
+        decode_profile = self._profile.decode
+        held = waiting = lent = 0
+        for decode in self._decodes:
+            held += decode.held_tokens
+            waiting += decode.waiting_calls
+            if decode_profile.lend:
+                pool = decode_profile.pool_tokens
+                lent += max(0, min(int(decode_profile.lend_share * pool), pool - decode.held_tokens))
+        self._lent_tokens = lent // self._profile.prefill.instances
+        self._decode_used_share = held / self._decode_tokens
+        self._decode_waiting_calls = waiting

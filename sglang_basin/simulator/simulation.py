@@ -433,14 +433,17 @@ class Simulation:
 
 
 def _affine(planned: PlannedSession, role: str, instances: int) -> int:
-    """The instance that a session's calls go to: rendezvous hashing, so that another instance moves only its share."""
+    """The instance that a session's calls go to, by jump consistent hashing (Lamping and Veach, 2014): one more
+    instance moves only its own share of the sessions."""
     if instances == 1:
         return 0
-
-    def weight(instance: int) -> bytes:
-        return hashlib.blake2b(f"{role}/{instance}/{planned.uid}".encode(), digest_size=8).digest()
-
-    return max(range(instances), key=weight)
+    key = int.from_bytes(hashlib.blake2b(f"{role}/{planned.uid}".encode(), digest_size=8).digest(), "big")
+    bucket, following = -1, 0
+    while following < instances:
+        bucket = following
+        key = (key * 2862933555777941757 + 1) % 2**64
+        following = int((bucket + 1) * (2**31 / ((key >> 33) + 1)))
+    return bucket
 
 
 def simulate(

@@ -94,9 +94,7 @@ def test_chains_keep_what_a_leaf_first_lru_radix_tree_keeps(steps, shared):
             tree.use(paths[done])
             cache.unlock(chain, running[done], running[done])
             del running[done]
-            tree.locked = {
-                paths[other][:count] for other in running for count in range(1, len(paths[other]) + 1)
-            }
+            tree.locked = {paths[other][:count] for other in running for count in range(1, len(paths[other]) + 1)}
         cache.check(chains, sum(running.values()))
         for chain, path in zip(chains, paths, strict=True):
             resident = tree.match(path)

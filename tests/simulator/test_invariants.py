@@ -165,7 +165,9 @@ def test_6_lent_pages_never_keep_a_call_waiting(plan, pool):
 
 
 @settings(max_examples=100, deadline=None)
-@given(drawn=sessions(), profile=st.builds(hardware, decodes=st.sampled_from((1, 3)), host=st.sampled_from((0, 48_000))))
+@given(
+    drawn=sessions(), profile=st.builds(hardware, decodes=st.sampled_from((1, 3)), host=st.sampled_from((0, 48_000)))
+)
 def test_7_a_lone_session_takes_its_unloaded_time(drawn, profile):
     log = simulate(plan_of((3.0, drawn)), profile, Stock, client=PATIENT)
     assert log.session_end_s[0] - 3.0 == pytest.approx(profile.unloaded_s(drawn), rel=1e-9)

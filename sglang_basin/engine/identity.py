@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from sglang_basin.engine.metrics import fault, metrics
+from sglang_basin.wire import END_HEADERS, END_METADATA_KEY, SESSION_HEADERS
 
 MAX_NAME_CHARACTERS = 256
 MAX_BODY_BYTES = 64 * 2**20
@@ -24,21 +25,6 @@ MAX_BODY_BYTES = 64 * 2**20
 
 ACTION_TYPE = "basin.session"
 ACTION_VERSION = "1"
-
-SESSION_HEADERS: tuple[str, ...] = (
-    "x-basin-session-id",
-    "x-dynamo-session-id",
-    "x-claude-code-session-id",
-    "session-id",  # Codex, old and new spelling
-    "session_id",
-    "thread-id",
-    "x-session-id",
-)
-"""Headers that name a session, best first. The router forwards none of them by itself: they serve direct calls."""
-
-END_HEADERS: tuple[str, ...] = ("x-basin-session-end", "x-dynamo-session-final")
-END_METADATA_KEY = "basin_session_end"
-"""Key in the body's `metadata` object that announces a session's last call; the router forwards `metadata`."""
 
 _ANTHROPIC_SESSION = re.compile(r"_session_([0-9A-Za-z-]{8,64})$")
 _TRUE = frozenset(("1", "true", "yes"))

@@ -17,25 +17,17 @@ from typing import Literal, Protocol
 from sglang_basin.config import OPTIONS, BasinConfig, ConfigError
 from sglang_basin.engine.flags import values_of
 from sglang_basin.platforms.profiles import PROFILES, parse_cores
+from sglang_basin.wire import SESSION_HEADERS
 
 Role = Literal["prefill", "decode", "router"]
 
-SESSION_HEADERS = (
-    "x-basin-session-id",
-    "x-dynamo-session-id",
-    "x-claude-code-session-id",
-    "session-id",
-    "session_id",
-    "thread-id",
-    "x-session-id",
-    "x-smg-routing-key",
-)
+ROUTING_KEY_HEADERS = (*SESSION_HEADERS, "x-smg-routing-key")
 """Headers that tell the router which session a call belongs to, the most explicit first."""
 
 ROUTER_ARGUMENTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--prefill-policy", "consistent_hashing"), "a session stays on one prefill, which alone guards its cache"),
     (("--decode-policy", "consistent_hashing"), "a session stays on one decode, where its finished KV is kept"),
-    (("--routing-key-headers", *SESSION_HEADERS), "what names the session; calls without one are spread at random"),
+    (("--routing-key-headers", *ROUTING_KEY_HEADERS), "what names the session; calls without one are spread at random"),
     (("--disable-retries",), "a replayed call multiplies load exactly when it hurts"),
     (("--disable-circuit-breaker",), "ten 503s of the door would otherwise close the whole node for a minute"),
     (("--disable-worker-overload-protection",), "at 80 % KV use it would move sessions away from their KV"),

@@ -229,7 +229,7 @@ def _drive_settings(options: argparse.Namespace) -> DriveSettings:
         retries=options.retries,
         call_timeout_s=options.call_timeout,
         drain_s=options.drain,
-        session_headers=tuple(options.session_header or ("x-basin-session-id",)),
+        session_headers=tuple(options.session_header or DriveSettings.session_headers),
     )
 
 

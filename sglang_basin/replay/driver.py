@@ -35,6 +35,7 @@ from sglang_basin.replay.records import (
 )
 from sglang_basin.replay.stream import ChatAnswer, Failure, GenerateAnswer, ProtocolError, failure_of
 from sglang_basin.replay.trace import Call
+from sglang_basin.wire import END_METADATA_KEY, SESSION_HEADERS
 
 MAX_ERROR_BODY_BYTES = 64 * 1024
 RECENT_S = 30.0
@@ -70,7 +71,7 @@ class DriveSettings:
     call_timeout_s: float = 600.0
     drain_s: float = 0.0
     """After the last arrival, sessions may go on for this long."""
-    session_headers: tuple[str, ...] = ("x-basin-session-id",)
+    session_headers: tuple[str, ...] = SESSION_HEADERS[:1]
     """Request headers that carry the session's id, for a router that pins sessions by header."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -228,7 +229,7 @@ class Driver:
     def _body(self, planned: PlannedSession, prompt: TokenPrompt | ChatPrompt, call: Call, last: bool) -> bytes:
         body: dict[str, Any] = {"stream": True, "session_id": planned.uid}
         if last and self._settings.announce_end:
-            body["metadata"] = {"basin_session_end": "true"}
+            body["metadata"] = {END_METADATA_KEY: "true"}
         if isinstance(prompt, TokenPrompt):
             body["input_ids"] = prompt.next(call).tolist()
             body["sampling_params"] = {

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_basin.engine.identity import MAX_NAME_CHARACTERS, SESSION_HEADERS, Claim, claim
+from sglang_basin.engine.identity import MAX_NAME_CHARACTERS, Claim, claim
+from sglang_basin.wire import SESSION_HEADERS
 
 
 def body(**fields: object) -> bytes:

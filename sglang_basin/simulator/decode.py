@@ -42,8 +42,8 @@ ROOM_AFTER_RETRACTION_STEPS = 20
 
 
 class DecodeInstance:
-    """Calls back: `reserved(now_s, call)` when a call has got its memory, `first_token(at_s, call)` when it joins the
-    batch, `finished(now_s, call)` after its last token, `aborted(now_s, call)` when it alone outgrew the pool."""
+    """Calls back: `reserved(now_s, call)` when a call has got its memory, `finished(now_s, call)` after its last token,
+    `aborted(now_s, call)` when there is no memory for the last call of the batch. They return what follows."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class DecodeInstance:
         """Give memory to retracted calls first, then to those that ask, in order, as far as it reaches."""
         if not (self._asking or self._retracted):
             return NONE
-        self._catch_up(now_s)
+        self._settle(now_s)  # the step under way has its memory already
         events: list[Event] = []
         granted = False
         while self._retracted and self._resume(now_s, self._retracted[0], events):
@@ -203,6 +203,7 @@ class DecodeInstance:
         if plan != self._plan:
             return NONE  # the batch changed meanwhile
         self._advance(self._planned_step - self.steps)
+        self.at_s = now_s  # the same up to rounding, which must not make time run backwards
         events: list[Event] = []
         finishing = self._finishing
         while finishing and (finishing[0][0] <= self.steps or finishing[0][2].stage != DECODING):
@@ -278,7 +279,7 @@ class DecodeInstance:
         while self._room_steps() < ROOM_AFTER_RETRACTION_STEPS:
             call = running.pop()
             if not running:
-                if self._room_steps() < 1:  # it alone has outgrown the pool
+                if self._room_steps() < 1:  # all other memory is promised: SGLang aborts it, too
                     self._part(call)
                     call.stage = OVER
                     self._give_back(call, keep=False)
@@ -389,10 +390,8 @@ class DecodeInstance:
 
     def _settle(self, now_s: float) -> None:
         """Go on to the end of the step under way, when the batch may change."""
-        if not self.running_calls:
-            if now_s > self.at_s:
-                self.at_s = now_s
-            return
         self._catch_up(now_s)
-        if self.at_s < now_s and self.steps < self._planned_step:
+        if self.running_calls and self.at_s < now_s and self.steps < self._planned_step:
             self._advance(1)
+        if self.at_s < now_s:  # nothing runs, or by rounding
+            self.at_s = now_s

@@ -10,7 +10,8 @@ Invariants, each with its test in `tests/simulator/test_invariants.py`:
 
 1. The pools of every instance add up at every event, and no part of them is negative.
 2. Time never runs backwards.
-3. With a policy that lets every session in, every session finishes, given time.
+3. With a policy that lets every session in, every session finishes, given time; except for what SGLang would abort:
+   a call that could never fit, and the last of a batch when all other memory is promised to calls on their way.
 4. Same settings and seed, same result, byte for byte.
 5. A policy is never given anything that has not happened yet.
 6. Lent pages can always be taken back: no call waits for decode memory that only lent KV occupies.

@@ -1,5 +1,7 @@
 """Small loads and deployments for the tests of the simulator."""
 
+import random
+
 from hypothesis import strategies as st
 
 from sglang_basin.replay.arrivals import ArrivalProfile
@@ -86,3 +88,21 @@ def plans(draw: st.DrawFn, max_sessions: int = 12) -> Plan:
     arrivals = sorted(draw(st.lists(st.floats(0, 20), min_size=1, max_size=max_sessions)))
     drawn = [(at_s, draw(sessions(f"t{number}", shared))) for number, at_s in enumerate(arrivals)]
     return plan_of(*drawn, duration_s=30.0)
+
+
+def crowd(seed: int, sessions_count: int = 25, shared: int = 0) -> Plan:
+    """Many sessions within ten seconds: far more than the small pools of the tests hold at once."""
+    dice = random.Random(seed)
+    arrivals = []
+    for number in range(sessions_count):
+        calls, context, prompt = [], 0, 0
+        for index in range(dice.randint(2, 10)):
+            kept = dice.choice((context, context, prompt, prompt // 2)) if index else 0
+            prompt = max(kept + dice.randint(1, 1500), shared)
+            output = dice.randint(1, 150)
+            calls.append((prompt, kept, output, dice.expovariate(0.3)))
+            context = prompt + output
+            if context > 9_000:
+                break
+        arrivals.append((dice.uniform(0, 10), session(f"t{number}", *calls, shared=shared)))
+    return plan_of(*sorted(arrivals, key=lambda arrival: arrival[0]), duration_s=10.0)

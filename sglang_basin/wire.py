@@ -11,7 +11,7 @@ SESSION_HEADERS: tuple[str, ...] = (
     "thread-id",
     "x-session-id",
 )
-"""Headers that name a session, best first. The router pins sessions by them and passes none of them on to the engines."""
+"""Headers that name a session, best first. The router pins sessions by them and keeps them to itself."""
 
 END_HEADERS: tuple[str, ...] = ("x-basin-session-end", "x-dynamo-session-final")
 

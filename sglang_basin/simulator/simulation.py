@@ -120,7 +120,8 @@ class Simulation:
         self._trunk_tokens = max((s.session.shared_prefix_tokens for s in plan.sessions), default=0)
         self._queue: list[tuple[float, int, Callable[[float, object], Events], object]] = []
         self._made = itertools.count()
-        self._deadlines: deque[tuple[float, SimCall]] = deque()
+        self._deadlines: deque[tuple[float, SimSession]] = deque()
+        """(when an attempt was sent, whose it was), oldest first: all clients have the same patience."""
         self.sessions: list[SimSession] = []
         self.live_sessions: dict[str, SimSession] = {}
         self.working_set_tokens = 0
@@ -179,7 +180,7 @@ class Simulation:
             session.due_s = now_s
         call = SimCall(session, f"{session.uid}/{index}.{session.attempt}", now_s, self._page)
         session.in_flight = call
-        self._deadlines.append((now_s + self.client.call_timeout_s, call))
+        self._deadlines.append((now_s, session))
         events: list[Event] = []
         if len(self._deadlines) == 1:
             events.append((now_s + self.client.call_timeout_s, self.on_deadline, None))
@@ -292,16 +293,19 @@ class Simulation:
     # What goes wrong.
 
     def on_deadline(self, now_s: float, _nothing: None) -> Events:
-        """The oldest call's client gives up, if the call is not over; looks ahead to the next one."""
-        deadlines = self._deadlines
+        """The client of the oldest call gives up, if that call is not over; looks ahead to the next one."""
+        deadlines, timeout_s = self._deadlines, self.client.call_timeout_s
         events: list[Event] = []
-        while deadlines and (deadlines[0][0] <= now_s or deadlines[0][1].stage == OVER):
-            call = deadlines.popleft()[1]
-            if call.stage != OVER:
+        while deadlines:
+            sent_s, session = deadlines[0]
+            call = session.in_flight
+            if call is not None and call.sent_s == sent_s:
+                if sent_s + timeout_s > now_s:
+                    events.append((sent_s + timeout_s, self.on_deadline, None))
+                    break
                 events += self._abort(now_s, call)
                 events += self._failed(now_s, call, Outcome.TIMEOUT, None)
-        if deadlines:
-            events.append((deadlines[0][0], self.on_deadline, None))
+            deadlines.popleft()
         return events
 
     def _abort(self, now_s: float, call: SimCall) -> Events:

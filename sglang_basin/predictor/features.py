@@ -1,0 +1,162 @@
+"""What a session's calls so far say about its peak, as a short row of numbers. Standard library only.
+
+A `History` follows one session through the policy's own numbers (calls seen, present context): an arrival shows how
+much the tool's result added, an end how much the model wrote. It keeps sums, not the calls, so its size is fixed and
+an update takes a few microseconds. Logarithms are natural and of 1 + tokens where the count can be 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+NAMES: tuple[str, ...] = (
+    "log_context",
+    "log_first",
+    "log_calls",
+    "log_grown_ratio",
+    "log_growth_per_call",
+    "log_growth_recent",
+    "log_growth_max",
+    "log_output_per_call",
+    "log_output_recent",
+    "log_output_max",
+    "log_result_per_call",
+    "log_result_recent",
+    "log_result_last",
+    "mean_log_output",
+    "mean_log_result",
+    "spread_log_result",
+    "share_small_results",
+    "share_large_results",
+    "shrinks",
+    "kin_over_context",
+    "text_score",
+    "log_text_characters",
+)
+"""The row's columns. `result` is what a tool's answer added to the prompt; `kin` are sessions of the same agent and
+model (the same system prompt): their mean log peak less the log context. Changing this changes the model file's form.
+"""
+
+SMALL_RESULT_TOKENS = 100
+LARGE_RESULT_TOKENS = 1500
+SHRINK_SHARE = 0.8
+"""A prompt below this share of the context before it counts as a compaction."""
+
+_RECENT = 0.3
+_log, _log1p = math.log, math.log1p
+
+
+class History:
+    """Sums over one session's calls. Contexts in tokens; `advance` with each change of the session."""
+
+    __slots__ = (
+        "_output_counted",
+        "calls",
+        "context",
+        "first",
+        "growth_max",
+        "growth_recent",
+        "large_results",
+        "log_output_sum",
+        "log_result_squares",
+        "log_result_sum",
+        "output_max",
+        "output_recent",
+        "output_sum",
+        "outputs",
+        "prompt",
+        "result_last",
+        "result_recent",
+        "result_sum",
+        "results",
+        "shrinks",
+        "small_results",
+    )
+
+    def __init__(self) -> None:
+        self.calls = self.context = self.first = self.prompt = 0
+        self.outputs = self.results = self.shrinks = self.small_results = self.large_results = 0
+        self.growth_max = self.output_max = self.result_last = 0
+        self.growth_recent = self.output_recent = self.result_recent = 0.0
+        self.output_sum = self.result_sum = 0
+        self.log_output_sum = self.log_result_sum = self.log_result_squares = 0.0
+        self._output_counted = True
+
+    def advance(self, calls: int, context_tokens: int) -> bool:
+        """Take in the session's present numbers; False when nothing changed. Calls side by side count as one step."""
+        context_tokens = max(1, context_tokens)
+        if calls == self.calls and context_tokens == self.context:
+            return False
+        if calls > self.calls:
+            if self.calls:
+                self._result(context_tokens)
+            else:
+                self.first = context_tokens
+            self.calls, self.prompt = calls, context_tokens
+            self._output_counted = False
+        elif not self._output_counted:
+            self._output_counted = True
+            self._output(max(0, context_tokens - self.prompt))
+        self.context = context_tokens
+        return True
+
+    def _result(self, prompt: int) -> None:
+        grown = prompt - self.prompt
+        if prompt < SHRINK_SHARE * self.context:
+            self.shrinks += 1
+        self.growth_max = max(self.growth_max, grown)
+        result = max(0, prompt - self.context)
+        first = self.results == 0
+        self.growth_recent = grown if first else self.growth_recent + _RECENT * (grown - self.growth_recent)
+        self.result_recent = result if first else self.result_recent + _RECENT * (result - self.result_recent)
+        self.results += 1
+        self.result_last = result
+        self.result_sum += result
+        logged = _log1p(result)
+        self.log_result_sum += logged
+        self.log_result_squares += logged * logged
+        self.small_results += result < SMALL_RESULT_TOKENS
+        self.large_results += result > LARGE_RESULT_TOKENS
+
+    def _output(self, output: int) -> None:
+        self.output_recent = (
+            output if not self.outputs else self.output_recent + _RECENT * (output - self.output_recent)
+        )
+        self.outputs += 1
+        self.output_sum += output
+        self.output_max = max(self.output_max, output)
+        self.log_output_sum += _log1p(output)
+
+    def row(self, kin_log_peak: float, text_score: float, text_characters: int) -> list[float]:
+        """The numbers in the order of `NAMES`; finite for whatever was taken in."""
+        log_context = _log(self.context or 1)
+        log_first = _log(self.first or 1)
+        results, outputs = self.results or 1, self.outputs or 1
+        mean_log_result = self.log_result_sum / results
+        variance = self.log_result_squares / results - mean_log_result * mean_log_result
+        growth = (self.context - self.first) / results
+        recent = self.growth_recent
+        return [
+            log_context,
+            log_first,
+            _log(self.calls or 1),
+            log_context - log_first,
+            _log1p(growth) if growth > 0 else 0.0,
+            _log1p(recent) if recent > 0 else 0.0,
+            _log1p(self.growth_max),
+            _log1p(self.output_sum / outputs),
+            _log1p(self.output_recent),
+            _log1p(self.output_max),
+            _log1p(self.result_sum / results),
+            _log1p(self.result_recent),
+            _log1p(self.result_last),
+            self.log_output_sum / outputs,
+            mean_log_result,
+            math.sqrt(variance) if variance > 0 else 0.0,
+            self.small_results / results,
+            self.large_results / results,
+            float(self.shrinks),
+            kin_log_peak - log_context,
+            text_score,
+            _log1p(text_characters),
+        ]

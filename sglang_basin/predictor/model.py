@@ -1,0 +1,154 @@
+"""The peak model: from what is known of a session to the quantiles of its peak, and from its end to a better model.
+
+    row = features of the calls so far, the task's text score, how long this agent's sessions usually get
+    line(row), forest(row) -> mean (halfway between both) and spread of ln(peak / context)
+    runs of the same task  -> pull the mean towards what they reached, the more the surer they are
+    calibration(stage)     -> quantiles: mean + spread · score, never below the present context
+
+Everything in it is numbers of fixed size. Not thread-safe; one caller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_basin.policy.prediction import SHARES
+from sglang_basin.predictor.features import History
+from sglang_basin.predictor.forest import Forest
+from sglang_basin.predictor.line import Line
+from sglang_basin.predictor.online import Averages, Calibration, stage
+from sglang_basin.predictor.text import Task, TextScore
+
+MIN_VARIANCE = 1e-4
+MAX_LOG_GROWTH = 12.0
+
+TASK_VARIANCE = 0.15
+"""Of log peaks among runs of one task, until the deployment has shown its own (Terminal-Bench: 0.14)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineSettings:
+    """How fast finished sessions change the model."""
+
+    horizon_sessions: float = 400.0
+    """After so many sessions, what was learned before weighs 1/e of what it did."""
+    calibration_step: float = 0.05
+    """How far one session can move a quantile, in spreads."""
+    tasks: int = 20_000
+    kins: int = 1_000
+    """Fingerprints remembered at most."""
+
+    def __post_init__(self) -> None:
+        if not self.horizon_sessions >= 10:
+            raise ValueError(f"horizon_sessions must be at least 10, got {self.horizon_sessions}")
+        if not 0 <= self.calibration_step <= 1:
+            raise ValueError(f"calibration_step must be between 0 and 1, got {self.calibration_step}")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is known of a session beside its calls; all of it may be missing."""
+
+    kin: int | None = None
+    task: int | None = None
+    text_score: float = 0.0
+    characters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A prediction before it becomes quantiles, kept until the session's end to learn from it."""
+
+    row: list[float]
+    stage: int
+    log_context: float
+    mean: float
+    spread: float
+    """Of ln(peak / context)."""
+
+
+class PeakModel:
+    def __init__(
+        self,
+        line: Line,
+        forest: Forest,
+        calibration: Calibration,
+        text: TextScore | None = None,
+        *,
+        log_peak: float,
+        settings: OnlineSettings | None = None,
+    ) -> None:
+        """`log_peak`: the mean log peak of the sessions fitted on."""
+        self.settings = settings or OnlineSettings()
+        self.line = line
+        self.forest = forest
+        self.calibration = calibration
+        self.text = text
+        self.log_peak = log_peak
+        self.tasks = Averages(capacity=self.settings.tasks, horizon=self.settings.horizon_sessions)
+        self.kins = Averages(capacity=self.settings.kins, horizon=self.settings.horizon_sessions)
+
+    def subject(self, task: Task | None, kin: int | None) -> Subject:
+        if task is None:
+            return Subject(kin)
+        score = self.text.score(task) if self.text is not None else 0.0
+        return Subject(kin, task.fingerprint, score, task.characters)
+
+    def guess(self, history: History, subject: Subject) -> Guess:
+        kin = self.kins.shrunk(subject.kin, self.log_peak)
+        row = history.row(kin, subject.text_score, subject.characters)
+        values = np.array(row)
+        mean, variance = self.forest.moments(values)
+        mean = 0.5 * (mean + self.line.value(values))
+        variance += MIN_VARIANCE
+        runs, reached = self.tasks.alone(subject.task)
+        if runs > 0:
+            of_task = self.tasks.within_variance(TASK_VARIANCE) * (1.0 + 1.0 / runs)
+            further, of_task = above_zero(reached - row[0], of_task)
+            mean += variance / (variance + of_task) * (further - mean)
+            variance = min(variance, of_task) + MIN_VARIANCE
+        return Guess(row, stage(history.calls), row[0], mean, math.sqrt(variance))
+
+    def quantiles(self, guess: Guess) -> tuple[tuple[float, float], ...]:
+        """(share, tokens), ascending in both."""
+        context, mean, spread = math.exp(guess.log_context), guess.mean, guess.spread
+        return tuple(
+            (share, context * math.exp(min(max(0.0, mean + spread * score), MAX_LOG_GROWTH)))
+            for share, score in zip(SHARES, self.calibration.scores(guess.stage), strict=True)
+        )
+
+    def learn(self, guesses: Sequence[Guess], subject: Subject, peak_tokens: int) -> None:
+        """A session has ended with this peak, after these guesses."""
+        log_peak = math.log(max(1, peak_tokens))
+        targets = [max(0.0, log_peak - guess.log_context) for guess in guesses]
+        for guess, target in zip(guesses, targets, strict=True):
+            self.calibration.learn(guess.stage, (target - guess.mean) / guess.spread)
+        if guesses:
+            rows = np.array([guess.row for guess in guesses])
+            weight, forget = row_weight(len(guesses)), 1.0 / self.settings.horizon_sessions
+            self.line.add(rows, np.array(targets), weight, forget)
+            self.forest.add(rows, np.array(targets), weight, forget)
+        self.tasks.learn(subject.task, log_peak)
+        self.kins.learn(subject.kin, log_peak)
+
+
+def row_weight(rows: int) -> float:
+    """Of each of a session's rows: long sessions count for more, but not in proportion to their rows."""
+    return 1.0 / math.sqrt(rows)
+
+
+def above_zero(mean: float, variance: float) -> tuple[float, float]:
+    """Mean and variance of a normal variable of which is known that it is above 0 (the truncated normal).
+
+    The runs of a task that are over say where they ended; of a run that got past that, only how far beyond is open.
+    """
+    spread = math.sqrt(variance)
+    cut = -mean / spread
+    if cut > 6:  # the tail is exponential there
+        return spread / cut, (spread / cut) ** 2
+    hazard = math.exp(-0.5 * cut * cut) / (math.sqrt(math.pi / 2) * math.erfc(cut / math.sqrt(2)))
+    return mean + spread * hazard, max(0.0, variance * (1.0 + cut * hazard - hazard * hazard))

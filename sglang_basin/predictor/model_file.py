@@ -1,0 +1,223 @@
+"""The model file: a ZIP archive of arrays in NumPy's own form (an .npz) and one JSON header. Nothing is unpickled.
+
+A file from elsewhere is read like any untrusted input: names, shapes, kinds and sizes are checked before memory is
+taken, numbers must be finite, and what is wrong is said with the file's name and what to do about it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import tempfile
+import zipfile
+import zlib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sglang_basin.policy.prediction import SHARES
+from sglang_basin.predictor.features import NAMES
+from sglang_basin.predictor.forest import MAX_DEPTH, MAX_TREES, Forest
+from sglang_basin.predictor.line import Line
+from sglang_basin.predictor.model import OnlineSettings, PeakModel
+from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Calibration, ascending
+from sglang_basin.predictor.text import BUCKETS, TextScore
+
+FORMAT = "sglang-basin peak model"
+VERSION = 1
+MAX_FILE_BYTES = 32 * 2**20
+MAX_ENTRY_BYTES = 64 * 2**20
+KEPT_KEYS = 2_000
+"""Agents that a file remembers. Tasks are not kept: their number has no bound, and they are a deployment's own."""
+
+_MEND = "fit a new one with python -m sglang_basin.fit_predictor"
+
+
+class ModelFileError(ValueError):
+    """A model file that cannot be used; the message names the file and the mend."""
+
+
+class _Header(msgspec.Struct, frozen=True):
+    format: str
+    version: int
+    features: list[str]
+    shares: list[float]
+    first_calls: list[int]
+    text_buckets: int
+    log_peak: Annotated[float, msgspec.Meta(ge=0, le=30)]
+    kins: dict[str, Any]
+    fitted_on: dict[str, int]
+    """Sessions by the name of the file they came from."""
+    package: str = ""
+
+
+_decode_header = msgspec.json.Decoder(_Header).decode
+
+
+def default_model_path() -> Path:
+    """The model that comes with this package, fitted on the traces that may be passed on."""
+    return Path(str(resources.files("sglang_basin.predictor") / "data" / "default.npz"))
+
+
+def save_model(model: PeakModel, path: Path, *, fitted_on: dict[str, int]) -> None:
+    """Write the file in one step: it is there whole or not at all. Same model, same bytes. Raises OSError."""
+    from sglang_basin import __version__
+
+    header = _Header(
+        format=FORMAT,
+        version=VERSION,
+        features=list(NAMES),
+        shares=list(SHARES),
+        first_calls=list(FIRST_CALLS),
+        text_buckets=BUCKETS,
+        log_peak=model.log_peak,
+        kins=model.kins.as_lists(KEPT_KEYS),
+        fitted_on=fitted_on,
+        package=__version__,
+    )
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "middle": model.line.middle,
+        "scale": model.line.scale,
+        "gram": model.line.gram,
+        "moment": model.line.moment,
+        "questions": model.forest.questions.astype(np.int32),
+        "thresholds": model.forest.thresholds.astype(np.float32),
+        "sums": model.forest.settled_sums().astype(np.float64),
+        "scores": model.calibration.as_array(),
+    }
+    if model.text is not None:
+        arrays["idf"] = np.array(model.text.idf, np.float32)
+        arrays["weights"] = np.array(model.text.weights, np.float32)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        _put(archive, "header.json", msgspec.json.encode(header))
+        for name, array in arrays.items():
+            data = io.BytesIO()
+            np.save(data, array, allow_pickle=False)
+            _put(archive, f"{name}.npy", data.getvalue())
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(packed.getvalue())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    archive.writestr(entry, data)
+
+
+def load_model(path: Path, settings: OnlineSettings | None = None) -> PeakModel:
+    """Raises ModelFileError for whatever is not a whole model file of this version."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ModelFileError(
+                f"{path}: {size:,} bytes, more than a model file may have ({MAX_FILE_BYTES:,}); {_MEND}"
+            )
+        with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive:
+            return _read(archive, settings)
+    except ModelFileError:
+        raise
+    except OSError as error:
+        raise ModelFileError(f"{path}: {error.strerror or error}; give the path of a model file, or {_MEND}") from None
+    except (
+        zipfile.BadZipFile,
+        zipfile.LargeZipFile,
+        zlib.error,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        msgspec.MsgspecError,
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+    ) as error:
+        raise ModelFileError(f"{path}: not a whole {FORMAT} file ({error}); {_MEND}") from None
+
+
+def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakModel:
+    header = _decode_header(_entry(archive, "header.json"))
+    if header.format != FORMAT:
+        raise ValueError(f"its format is {header.format[:80]!r}")
+    if header.version != VERSION:
+        raise ValueError(f"its version is {header.version}, this package reads {VERSION}")
+    if (header.features, header.first_calls, header.text_buckets) != (list(NAMES), list(FIRST_CALLS), BUCKETS):
+        raise ValueError("it was fitted with other features than this package computes")
+    if header.shares != list(SHARES):
+        raise ValueError(f"its quantiles are {header.shares[:10]}, this package uses {list(SHARES)}")
+
+    questions = _array(archive, "questions", np.dtype(np.int32))
+    if questions.ndim != 2 or not (1 <= questions.shape[0] <= MAX_TREES and 1 <= questions.shape[1] <= MAX_DEPTH):
+        raise ValueError(f"questions: trees x depth expected, got {questions.shape}")
+    if questions.min() < 0 or questions.max() >= len(NAMES):
+        raise ValueError(f"questions: columns must be below {len(NAMES)}")
+    trees, depth = questions.shape
+    thresholds = _array(archive, "thresholds", np.dtype(np.float32), (trees, depth))
+    sums = _array(archive, "sums", np.dtype(np.float64), (3, trees << depth))
+    if not (sums[0] > 0).all():
+        raise ValueError("sums: every leaf must have a weight above 0")
+    columns = len(NAMES)
+    double = np.dtype(np.float64)
+    middle = _array(archive, "middle", double, (columns,))
+    scale = _array(archive, "scale", double, (columns,))
+    gram = _array(archive, "gram", double, (columns + 1, columns + 1))
+    moment = _array(archive, "moment", double, (columns + 1,))
+    if not ((scale > 0).all() and gram[-1, -1] > 0):
+        raise ValueError("scale and the weight in gram must be above 0")
+    scores = _array(archive, "scores", np.dtype(np.float64), (STAGES, len(SHARES)))
+    if not all(ascending(row) for row in scores.tolist()):
+        raise ValueError("scores: must ascend")
+    text = None
+    if "idf.npy" in archive.namelist():
+        idf = _array(archive, "idf", np.dtype(np.float32), (BUCKETS,))
+        text = TextScore(idf.tolist(), _array(archive, "weights", np.dtype(np.float32), (BUCKETS,)).tolist())
+    online = settings or OnlineSettings()
+    model = PeakModel(
+        Line(middle, scale, gram, moment),
+        Forest(questions, thresholds, sums),
+        Calibration(scores, online.calibration_step),
+        text,
+        log_peak=header.log_peak,
+        settings=online,
+    )
+    model.kins.restore(header.kins)
+    return model
+
+
+def _entry(archive: zipfile.ZipFile, name: str) -> bytes:
+    with archive.open(name) as file:
+        data = file.read(MAX_ENTRY_BYTES + 1)
+    if len(data) > MAX_ENTRY_BYTES:
+        raise ValueError(f"{name} is larger than {MAX_ENTRY_BYTES:,} bytes")
+    return data
+
+
+def _array(
+    archive: zipfile.ZipFile, name: str, kind: np.dtype[Any], shape: tuple[int, ...] | None = None
+) -> npt.NDArray[Any]:
+    """An array of just this kind and shape, all finite. Its claimed size is compared with what is really there."""
+    data = io.BytesIO(_entry(archive, f"{name}.npy"))
+    if np.lib.format.read_magic(data) != (1, 0):  # type: ignore[no-untyped-call]
+        raise ValueError(f"{name}: array form 1.0 expected")
+    found, fortran, dtype = np.lib.format.read_array_header_1_0(data)  # type: ignore[no-untyped-call]
+    if dtype != kind or fortran or (shape is not None and found != shape):
+        raise ValueError(f"{name}: {kind} of shape {shape or 'trees x depth'} expected, got {dtype} {found}")
+    rest = data.read()
+    if math.prod(found) * kind.itemsize != len(rest):
+        raise ValueError(f"{name}: {len(rest):,} bytes do not make an array of shape {found}")
+    array = np.frombuffer(rest, kind).reshape(found)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name}: all numbers must be finite")
+    return array

@@ -1,0 +1,129 @@
+"""The policy's `PeakPredictor`, made of a peak model; the policy's own `PeaksSeen` when there is none or it fails.
+
+Called in the scheduler's thread, so both calls take microseconds: `predict` about 40, `learn` some hundreds. What the
+policy's session does not carry is kept here by session id: `describe` once, before the first `predict`, with what the
+request's text says. Reading the text (about a millisecond) is a step of its own, `text.read_task`, that runs in
+another process or thread; its result is small.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from sglang_basin.policy.prediction import PeaksSeen, Prediction
+from sglang_basin.policy.sessions import Session
+from sglang_basin.predictor.features import History
+from sglang_basin.predictor.model import Guess, PeakModel, Subject
+from sglang_basin.predictor.recorded import kin_of
+from sglang_basin.predictor.text import Task, read_task
+
+MAX_SESSIONS = 50_000
+"""Sessions remembered at once; beyond, the longest untouched one is forgotten and counted as unknown from then on."""
+
+
+@dataclass(slots=True)
+class PredictorCounts:
+    """How often what happened, for metrics."""
+
+    predictions: int = 0
+    learned: int = 0
+    fallbacks: int = 0
+    """Predictions by `PeaksSeen`: no model, or a failure."""
+    failures: int = 0
+    """Exceptions in the model; none of them reaches the caller."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    history: History = field(default_factory=History)
+    subject: Subject = field(default_factory=Subject)
+    guesses: list[Guess] = field(default_factory=list)
+    """One per stage: the first prediction in it."""
+    prediction: Prediction | None = None
+
+
+class TrainedPredictor:
+    """`policy.prediction.PeakPredictor`. Not thread-safe, like the door that asks it."""
+
+    def __init__(self, model: PeakModel | None, *, max_sessions: int = MAX_SESSIONS) -> None:
+        self.model = model
+        self.counts = PredictorCounts()
+        self.last_failure: str | None = None
+        self._seen = PeaksSeen()
+        self._of: OrderedDict[str, _Followed] = OrderedDict()
+        self._max_sessions = max_sessions
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def describe(
+        self,
+        session_id: str,
+        *,
+        text: str | bytes | None = None,
+        task: Task | None = None,
+        agent: str | None = None,
+        model: str | None = None,
+        kin: int | None = None,
+    ) -> None:
+        """What is known beside the numbers, before the first `predict`; each part may be missing.
+
+        `task` is a text already read, `kin` the fingerprint of whatever agent's sessions have in common.
+        """
+        try:
+            task = task if task is not None else read_task(text)
+            kin = kin if kin is not None else kin_of(agent, model)
+            followed = self._follow(session_id)
+            followed.subject = self.model.subject(task, kin) if self.model is not None else Subject(kin)
+        except Exception as error:  # noqa: BLE001 - a prediction must never cost a call
+            self._failed(error)
+
+    def predict(self, session: Session) -> Prediction:
+        self.counts.predictions += 1
+        if self.model is not None:
+            try:
+                return self._predict(session, self.model)
+            except Exception as error:  # noqa: BLE001 - a prediction must never cost a call
+                self._failed(error)
+        self.counts.fallbacks += 1
+        return self._seen.predict(session)
+
+    def learn(self, session: Session) -> None:
+        self.counts.learned += 1
+        self._seen.learn(session)
+        followed = self._of.pop(session.session_id, None)
+        if followed is None or self.model is None:
+            return
+        try:
+            self.model.learn(followed.guesses, followed.subject, session.peak_tokens)
+        except Exception as error:  # noqa: BLE001 - learning must never cost a call
+            self._failed(error)
+
+    def forget(self, session_id: str) -> None:
+        """The session went away without having shown its peak: refused, or never admitted."""
+        self._of.pop(session_id, None)
+
+    def _follow(self, session_id: str) -> _Followed:
+        followed = self._of.get(session_id)
+        if followed is None:
+            followed = self._of[session_id] = _Followed()
+            if len(self._of) > self._max_sessions:
+                self._of.popitem(last=False)
+        else:
+            self._of.move_to_end(session_id)
+        return followed
+
+    def _predict(self, session: Session, model: PeakModel) -> Prediction:
+        followed = self._follow(session.session_id)
+        if not followed.history.advance(session.calls_seen, session.context_tokens) and followed.prediction:
+            return followed.prediction
+        guess = model.guess(followed.history, followed.subject)
+        if not followed.guesses or guess.stage > followed.guesses[-1].stage:
+            followed.guesses.append(guess)
+        followed.prediction = Prediction(model.quantiles(guess))
+        return followed.prediction
+
+    def _failed(self, error: Exception) -> None:
+        self.counts.failures += 1
+        self.last_failure = f"{type(error).__name__}: {error}"

@@ -59,6 +59,7 @@ class SimSession:
         "planned",
         "prefill",
         "prefill_chain",
+        "prefilled_index",
         "shared_tokens",
         "steps",
         "steps_on_time",
@@ -92,6 +93,8 @@ class SimSession:
         self.entered = False
         self.answered = False
         self.pinned_until_s = 0.0
+        self.prefilled_index = -1
+        """The latest call whose prompt prefill has begun: what its chain holds is of that prompt."""
         self.context_tokens = 0
         self.first_token_s = -1.0
         self.steps = 0

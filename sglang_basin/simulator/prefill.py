@@ -100,8 +100,10 @@ class PrefillInstance:
         chain = call.session.prefill_chain
         if chain.locked:
             return False  # an aborted attempt of the same session is still in the pass that it was aborted in
-        prompt = call.prompt_tokens
+        session, prompt = call.session, call.prompt_tokens
         limit = call.reusable_tokens
+        if session.prefilled_index == session.call_index:  # an earlier attempt at this very prompt got this far
+            limit = (prompt - 1) // self._page * self._page
         matched = cache.match(chain, limit)
         total = -(-prompt // self._page) * self._page
         need = total - matched
@@ -130,6 +132,7 @@ class PrefillInstance:
                 cached = lent
         if chain.pinned:
             del self.pinned[call.session]
+        session.prefilled_index = session.call_index
         cache.lock(chain, matched)
         cache.take(need)
         held = chain.tokens + need

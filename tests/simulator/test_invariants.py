@@ -97,6 +97,8 @@ def test_1_2_3_under_a_crowd(deployment, name, seed):
     assert Outcome.CANCELLED not in set(impatient.run().session_outcome)
     assert [prefill.held_tokens for prefill in impatient.prefills] == [0] * len(impatient.prefills)
     assert [decode.held_tokens for decode in impatient.decodes] == [0] * len(impatient.decodes)
+    assert [prefill.waiting_calls for prefill in impatient.prefills] == [0] * len(impatient.prefills)
+    assert [decode.waiting_calls for decode in impatient.decodes] == [0] * len(impatient.decodes)
     assert impatient.working_set_tokens == impatient.waiting_first == 0
 
 
@@ -238,6 +240,16 @@ def test_6_lent_pages_never_keep_a_call_waiting(plan, pool):
 def test_7_a_lone_session_takes_its_unloaded_time(drawn, profile):
     log = simulate(plan_of((3.0, drawn)), profile, Stock, client=PATIENT)
     assert log.session_end_s[0] - 3.0 == pytest.approx(profile.unloaded_s(drawn), rel=1e-9)
+
+
+def test_1_a_retry_waits_for_the_pass_that_its_aborted_attempt_is_in():
+    slow = hardware().changed({"prefill.per_token_s": "0.01"})  # a pass of 400 tokens takes 4 s
+    client = ClientSettings(call_timeout_s=1.0, retries=5, drain_s=1_000.0)
+    log = simulate(plan_of((0.0, session("a", (400, 0, 5, 0.0)))), slow, Stock, client=client, checked=True)
+    assert log.call_retried[0]
+    assert log.session_outcome[0] == Outcome.OK
+    assert log.call_first_token_s[-1] > 4.0
+    assert log.call_cached_tokens[-1] == 384  # what the aborted attempt computed
 
 
 class NeverAgain(Stock):

@@ -26,10 +26,10 @@ MAX_DEPTH = 10
 @dataclass(frozen=True, kw_only=True)
 class ForestSettings:
     trees: int = 64
-    depth: int = 6
+    depth: int = 7
     candidates: int = 12
     """Random questions of which the best is kept at each level."""
-    smoothing: float = 12.0
+    smoothing: float = 6.0
     """Rows' worth of the forest's overall mean that every leaf starts with."""
     seed: int = 1
 

@@ -1,4 +1,4 @@
-"""Ridge regression kept as sums, so that it goes on learning: the straight half of the model.
+"""Ridge regression kept as sums, so that it goes on learning: the straight parts of the model.
 
 Columns are standardised by the fit and cut off at ±`CUT`, which bounds what a value never seen before can do. With
 exponential forgetting this is recursive least squares, solved anew at each session's end.
@@ -6,6 +6,7 @@ exponential forgetting this is recursive least squares, solved anew at each sess
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,18 @@ PENALTY = 0.03
 
 
 class Line:
-    """`middle`, `scale`: (columns,). `gram`: (columns + 1, columns + 1) and `moment`: (columns + 1,), with the
-    constant last; both are weighted sums over rows."""
+    """`columns`: which of a row's numbers it looks at. `middle`, `scale`: one number for each of them. `gram`:
+    (columns + 1, columns + 1) and `moment`: (columns + 1,), the constant last; both are weighted sums over rows."""
 
     def __init__(
-        self, middle: npt.NDArray[Any], scale: npt.NDArray[Any], gram: npt.NDArray[Any], moment: npt.NDArray[Any]
+        self,
+        columns: npt.NDArray[Any],
+        middle: npt.NDArray[Any],
+        scale: npt.NDArray[Any],
+        gram: npt.NDArray[Any],
+        moment: npt.NDArray[Any],
     ) -> None:
+        self.columns = np.ascontiguousarray(columns, dtype=np.intp)
         self.middle = np.ascontiguousarray(middle, dtype=np.float64)
         self.scale = np.ascontiguousarray(scale, dtype=np.float64)
         self.gram = np.array(gram, dtype=np.float64)
@@ -32,7 +39,6 @@ class Line:
         self._solve()
 
     def _solve(self) -> None:
-        """Coefficients as plain floats: for one row that is faster than an array."""
         columns = len(self.scale)
         ridge = np.full(columns + 1, PENALTY * self.gram[-1, -1])
         ridge[-1] = 1e-9 * self.gram[-1, -1]
@@ -43,7 +49,7 @@ class Line:
 
     def value(self, row: npt.NDArray[Any]) -> float:
         """The target for one row."""
-        standard = (row - self.middle) * self._inverse
+        standard = (row[self.columns] - self.middle) * self._inverse
         np.minimum(standard, CUT, out=standard)
         np.maximum(standard, -CUT, out=standard)
         return float(standard @ self._slopes) + self._constant
@@ -63,16 +69,19 @@ class Line:
     def scaled(self, weight: float) -> Line:
         """The same line, held to its fit as firmly as by `weight` rows."""
         factor = weight / self.gram[-1, -1]
-        return Line(self.middle, self.scale, self.gram * factor, self.moment * factor)
+        return Line(self.columns, self.middle, self.scale, self.gram * factor, self.moment * factor)
 
     def _standard(self, rows: Floats) -> Floats:
-        return np.clip((rows - self.middle) / self.scale, -CUT, CUT)
+        return np.clip((rows[:, self.columns] - self.middle) / self.scale, -CUT, CUT)
 
 
-def fit_line(rows: Floats, targets: Floats, weights: Floats) -> Line:
-    middle = np.average(rows, axis=0, weights=weights)
-    scale = np.sqrt(np.average((rows - middle) ** 2, axis=0, weights=weights))
+def fit_line(rows: Floats, targets: Floats, weights: Floats, columns: Sequence[int] | None = None) -> Line:
+    """On all columns, or on some."""
+    places = np.arange(rows.shape[1]) if columns is None else np.array(columns)
+    chosen = rows[:, places]
+    middle = np.average(chosen, axis=0, weights=weights)
+    scale = np.sqrt(np.average((chosen - middle) ** 2, axis=0, weights=weights))
     scale = np.where(scale > 1e-3, scale, 1.0)
-    standard = np.column_stack([np.clip((rows - middle) / scale, -CUT, CUT), np.ones(len(rows))])
+    standard = np.column_stack([np.clip((chosen - middle) / scale, -CUT, CUT), np.ones(len(rows))])
     weighted = standard * weights[:, None]
-    return Line(middle, scale, weighted.T @ standard, weighted.T @ targets)
+    return Line(places, middle, scale, weighted.T @ standard, weighted.T @ targets)

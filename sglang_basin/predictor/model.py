@@ -1,7 +1,7 @@
 """The peak model: from what is known of a session to the quantiles of its peak, and from its end to a better model.
 
     row = features of the calls so far, the task's text score, how long this agent's sessions usually get
-    line(row), forest(row) -> mean (halfway between both) and spread of ln(peak / context)
+    trend, line, forest    -> mean (weighted as was best out of fold) and spread of ln(peak / context)
     runs of the same task  -> pull the mean towards what they reached, the more the surer they are
     calibration(stage)     -> quantiles: mean + spread · score, never below the present context
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_basin.policy.prediction import SHARES
-from sglang_basin.predictor.features import History
+from sglang_basin.predictor.features import NAMES, History
 from sglang_basin.predictor.forest import Forest
 from sglang_basin.predictor.line import Line
 from sglang_basin.predictor.online import Averages, Calibration, stage
@@ -71,24 +71,33 @@ class Guess:
     """Of ln(peak / context)."""
 
 
+TREND_COLUMNS = tuple(NAMES.index(name) for name in ("log_context", "log_calls", "kin_over_context"))
+"""What the trend looks at: with little to learn from, these say most and mislead least."""
+
+
 class PeakModel:
     def __init__(
         self,
+        trend: Line,
         line: Line,
         forest: Forest,
         calibration: Calibration,
         text: TextScore | None = None,
         *,
+        shares: Sequence[float],
         log_peak: float,
         settings: OnlineSettings | None = None,
     ) -> None:
-        """`log_peak`: the mean log peak of the sessions fitted on."""
+        """`shares`: how much trend, line and forest count in the mean; they add up to 1. `log_peak`: the mean log peak
+        of the sessions fitted on."""
+        self.trend = trend
+        self.shares = (float(shares[0]), float(shares[1]), float(shares[2]))
+        self.log_peak = log_peak
         self.settings = settings or OnlineSettings()
         self.line = line
         self.forest = forest
         self.calibration = calibration
         self.text = text
-        self.log_peak = log_peak
         self.tasks = Averages(capacity=self.settings.tasks, horizon=self.settings.horizon_sessions)
         self.kins = Averages(capacity=self.settings.kins, horizon=self.settings.horizon_sessions)
 
@@ -102,8 +111,9 @@ class PeakModel:
         kin = self.kins.shrunk(subject.kin, self.log_peak)
         row = history.row(kin, subject.text_score, subject.characters)
         values = np.array(row)
-        mean, variance = self.forest.moments(values)
-        mean = 0.5 * (mean + self.line.value(values))
+        of_forest, variance = self.forest.moments(values)
+        of_trend, of_line = self.trend.value(values), self.line.value(values)
+        mean = self.shares[0] * of_trend + self.shares[1] * of_line + self.shares[2] * of_forest
         variance += MIN_VARIANCE
         runs, reached = self.tasks.alone(subject.task)
         if runs > 0:
@@ -130,8 +140,8 @@ class PeakModel:
         if guesses:
             rows = np.array([guess.row for guess in guesses])
             weight, forget = row_weight(len(guesses)), 1.0 / self.settings.horizon_sessions
-            self.line.add(rows, np.array(targets), weight, forget)
-            self.forest.add(rows, np.array(targets), weight, forget)
+            for part in (self.trend, self.line, self.forest):
+                part.add(rows, np.array(targets), weight, forget)
         self.tasks.learn(subject.task, log_peak)
         self.kins.learn(subject.kin, log_peak)
 

@@ -12,6 +12,7 @@ import os
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from sglang_basin.policy.prediction import SHARES
 from sglang_basin.predictor.features import NAMES
 from sglang_basin.predictor.forest import MAX_DEPTH, MAX_TREES, Forest
 from sglang_basin.predictor.line import Line
-from sglang_basin.predictor.model import OnlineSettings, PeakModel
+from sglang_basin.predictor.model import TREND_COLUMNS, OnlineSettings, PeakModel
 from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Calibration, ascending
 from sglang_basin.predictor.text import BUCKETS, TextScore
 
@@ -42,6 +43,9 @@ class ModelFileError(ValueError):
     """A model file that cannot be used; the message names the file and the mend."""
 
 
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
 class _Header(msgspec.Struct, frozen=True):
     format: str
     version: int
@@ -49,6 +53,7 @@ class _Header(msgspec.Struct, frozen=True):
     shares: list[float]
     first_calls: list[int]
     text_buckets: int
+    part_shares: tuple[_Share, _Share, _Share]
     log_peak: Annotated[float, msgspec.Meta(ge=0, le=30)]
     kins: dict[str, Any]
     fitted_on: dict[str, int]
@@ -75,16 +80,15 @@ def save_model(model: PeakModel, path: Path, *, fitted_on: dict[str, int]) -> No
         shares=list(SHARES),
         first_calls=list(FIRST_CALLS),
         text_buckets=BUCKETS,
+        part_shares=model.shares,
         log_peak=model.log_peak,
         kins=model.kins.as_lists(KEPT_KEYS),
         fitted_on=fitted_on,
         package=__version__,
     )
     arrays: dict[str, npt.NDArray[Any]] = {
-        "middle": model.line.middle,
-        "scale": model.line.scale,
-        "gram": model.line.gram,
-        "moment": model.line.moment,
+        **_line_arrays("trend", model.trend),
+        **_line_arrays("line", model.line),
         "questions": model.forest.questions.astype(np.int32),
         "thresholds": model.forest.thresholds.astype(np.float32),
         "sums": model.forest.settled_sums().astype(np.float64),
@@ -168,14 +172,6 @@ def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakMode
     sums = _array(archive, "sums", np.dtype(np.float64), (3, trees << depth))
     if not (sums[0] > 0).all():
         raise ValueError("sums: every leaf must have a weight above 0")
-    columns = len(NAMES)
-    double = np.dtype(np.float64)
-    middle = _array(archive, "middle", double, (columns,))
-    scale = _array(archive, "scale", double, (columns,))
-    gram = _array(archive, "gram", double, (columns + 1, columns + 1))
-    moment = _array(archive, "moment", double, (columns + 1,))
-    if not ((scale > 0).all() and gram[-1, -1] > 0):
-        raise ValueError("scale and the weight in gram must be above 0")
     scores = _array(archive, "scores", np.dtype(np.float64), (STAGES, len(SHARES)))
     if not all(ascending(row) for row in scores.tolist()):
         raise ValueError("scores: must ascend")
@@ -185,15 +181,36 @@ def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakMode
         text = TextScore(idf.tolist(), _array(archive, "weights", np.dtype(np.float32), (BUCKETS,)).tolist())
     online = settings or OnlineSettings()
     model = PeakModel(
-        Line(middle, scale, gram, moment),
+        _line(archive, "trend", TREND_COLUMNS),
+        _line(archive, "line", range(len(NAMES))),
         Forest(questions, thresholds, sums),
         Calibration(scores, online.calibration_step),
         text,
+        shares=header.part_shares,
         log_peak=header.log_peak,
         settings=online,
     )
     model.kins.restore(header.kins)
     return model
+
+
+def _line_arrays(name: str, line: Line) -> dict[str, npt.NDArray[Any]]:
+    parts = {"middle": line.middle, "scale": line.scale, "gram": line.gram, "moment": line.moment}
+    return {f"{name}_{part}": array for part, array in parts.items()}
+
+
+def _line(archive: zipfile.ZipFile, name: str, columns: Sequence[int]) -> Line:
+    count, kind = len(columns), np.dtype(np.float64)
+    middle = _array(archive, f"{name}_middle", kind, (count,))
+    scale = _array(archive, f"{name}_scale", kind, (count,))
+    gram = _array(archive, f"{name}_gram", kind, (count + 1, count + 1))
+    moment = _array(archive, f"{name}_moment", kind, (count + 1,))
+    if not ((scale > 0).all() and gram[-1, -1] > 0):
+        raise ValueError(f"{name}: scale and total weight must be above 0")
+    try:
+        return Line(np.array(columns), middle, scale, gram, moment)
+    except np.linalg.LinAlgError:
+        raise ValueError(f"{name}: gram has no solution") from None
 
 
 def _entry(archive: zipfile.ZipFile, name: str) -> bytes:

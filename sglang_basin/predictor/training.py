@@ -15,7 +15,7 @@ from sklearn.linear_model import RidgeCV
 from sglang_basin.predictor.features import History
 from sglang_basin.predictor.forest import Floats, Forest, ForestSettings, fit_forest
 from sglang_basin.predictor.line import Line, fit_line
-from sglang_basin.predictor.model import MIN_VARIANCE, OnlineSettings, PeakModel, row_weight
+from sglang_basin.predictor.model import MIN_VARIANCE, TREND_COLUMNS, OnlineSettings, PeakModel, row_weight
 from sglang_basin.predictor.online import FIRST_CALLS, Averages, Calibration, fit_scores, stage
 from sglang_basin.predictor.recorded import Recorded
 from sglang_basin.predictor.text import BUCKETS, Task, TextScore
@@ -81,20 +81,25 @@ def fit_model(sessions: Sequence[Recorded], settings: TrainingSettings | None = 
     """Raises ValueError for fewer than 10 sessions. Same sessions and settings, same model."""
     settings = settings or TrainingSettings()
     rows = prepare(sessions, settings)
-    errors = np.zeros(len(rows.targets))
+    held_means = np.zeros((len(rows.targets), 3))
+    held_variance = np.zeros(len(rows.targets))
     for number in np.unique(rows.folds):
         held = rows.folds == number
-        line, forest = _fit(rows, ~held, settings)
-        mean, variance = forest.moments_of(rows.values[held])
-        mean = 0.5 * (mean + line.values_of(rows.values[held]))
-        errors[held] = (rows.targets[held] - mean) / np.sqrt(variance + MIN_VARIANCE)
-    line, forest = _fit(rows, np.ones(len(errors), bool), settings)
+        trend, line, forest = _fit(rows, ~held, settings)
+        of_forest, held_variance[held] = forest.moments_of(rows.values[held])
+        values = rows.values[held]
+        held_means[held] = np.column_stack([trend.values_of(values), line.values_of(values), of_forest])
+    shares = best_shares(held_means, rows.targets, rows.weights)
+    errors = (rows.targets - held_means @ shares) / np.sqrt(held_variance + MIN_VARIANCE)
     weight = _online_weight(sessions) * min(1.0, settings.weight_sessions / len(sessions))
+    trend, line, forest = _fit(rows, np.ones(len(errors), bool), settings)
     model = PeakModel(
+        trend.scaled(weight),
         line.scaled(weight),
         forest.scaled(weight),
         Calibration(fit_scores(rows.stages, errors, rows.weights), settings.online.calibration_step),
         rows.text,
+        shares=shares.tolist(),
         log_peak=float(rows.log_peaks.mean()),
         settings=settings.online,
     )
@@ -104,15 +109,31 @@ def fit_model(sessions: Sequence[Recorded], settings: TrainingSettings | None = 
     return model
 
 
+def best_shares(means: Floats, targets: Floats, weights: Floats, steps: int = 10) -> Floats:
+    """How much each part's prediction (a column) should count: the mix of least squared error out of fold."""
+    best, chosen = math.inf, np.zeros(3)
+    for first in range(steps + 1):
+        for second in range(steps + 1 - first):
+            shares = np.array([first, second, steps - first - second]) / steps
+            loss = float(weights @ (targets - means @ shares) ** 2)
+            if loss < best:
+                best, chosen = loss, shares
+    return chosen
+
+
 def _online_weight(sessions: Sequence[Recorded]) -> float:
     """What these sessions would have weighed, had they been learned one by one."""
     rows = (sum(1 for first in FIRST_CALLS if first <= len(session.calls)) for session in sessions)
     return sum(count * row_weight(count) for count in rows)
 
 
-def _fit(rows: Prepared, chosen: npt.NDArray[np.bool_], settings: TrainingSettings) -> tuple[Line, Forest]:
+def _fit(rows: Prepared, chosen: npt.NDArray[np.bool_], settings: TrainingSettings) -> tuple[Line, Line, Forest]:
     values, targets, weights = rows.values[chosen], rows.targets[chosen], rows.weights[chosen]
-    return fit_line(values, targets, weights), fit_forest(values, targets, weights, settings.forest)
+    return (
+        fit_line(values, targets, weights, TREND_COLUMNS),
+        fit_line(values, targets, weights),
+        fit_forest(values, targets, weights, settings.forest),
+    )
 
 
 def _folds(sessions: Sequence[Recorded], settings: TrainingSettings) -> npt.NDArray[np.int64]:

@@ -1,7 +1,8 @@
 """Policies by name: `stock`, `basin`, and the published rivals, built from text options for the command and sweeps.
 
-`basin` is the very `Door` that runs in the engine. Its predictor may be the engine's own (`seen`), or one that exists
-in the simulator alone and knows the plan (`oracle`: see `sglang_basin.simulator.oracle`).
+`basin` is the very `Door` that runs in the engine. Its predictor may be one that runs there too (`trained`, on the
+numbers of calls alone, and `seen`), or one that exists in the simulator alone and knows the plan (`oracle`: see
+`sglang_basin.simulator.oracle`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -22,6 +24,8 @@ from sglang_basin.policy.priority import ArrivalOrder, SizeAwareOrder
 from sglang_basin.policy.reservation import law_named
 from sglang_basin.policy.rivals import RIVALS
 from sglang_basin.policy.shedding import SheddingSettings
+from sglang_basin.predictor.model_file import default_model_path, load_model
+from sglang_basin.predictor.predictor import TrainedPredictor
 from sglang_basin.replay.plan import Plan
 from sglang_basin.simulator.oracle import NoisyOracle, OracleSettings
 from sglang_basin.simulator.profile import HardwareProfile
@@ -51,7 +55,9 @@ class BasinOptions:
     order: Literal["arrival", "size"] = "size"
     order_tokens_per_s: float = 30.0
     peak_share: float = 0.5
-    predictor: Literal["seen", "oracle", "none"] = "oracle"
+    predictor: Literal["trained", "seen", "oracle", "none"] = "oracle"
+    model: str | None = None
+    """`trained`: the model's file; the one that comes with Basin without it."""
     rank_correlation: float = 0.64
     learns: bool = False
     """The oracle's prediction gets better as the session runs."""
@@ -75,6 +81,8 @@ def _basin(options: BasinOptions, plan: Plan, profile: HardwareProfile) -> Polic
     def predictor() -> PeakPredictor | None:
         if options.predictor == "oracle":
             return NoisyOracle(plan, noisy)
+        if options.predictor == "trained":
+            return TrainedPredictor(load_model(Path(options.model) if options.model else default_model_path()))
         return PeaksSeen() if options.predictor == "seen" else None
 
     def build() -> ServingPolicy:

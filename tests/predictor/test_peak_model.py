@@ -1,0 +1,175 @@
+import math
+import random
+
+import numpy as np
+import pytest
+from conftest import SMALL
+from hypothesis import given
+from hypothesis import strategies as st
+from made_sessions import made
+
+from sglang_basin.policy.prediction import SHARES
+from sglang_basin.predictor.baseline import Baseline
+from sglang_basin.predictor.evaluate import cross_validate, score
+from sglang_basin.predictor.features import NAMES, History
+from sglang_basin.predictor.fitted import Frozen
+from sglang_basin.predictor.forest import ForestSettings, fit_forest
+from sglang_basin.predictor.line import fit_line
+from sglang_basin.predictor.model import Subject, above_zero
+from sglang_basin.predictor.online import FIRST_CALLS, Averages, Calibration, stage
+from sglang_basin.predictor.training import fit_model
+
+
+def test_the_model_learns_what_there_is_to_learn():
+    judged = score(cross_validate(made(120), lambda part: Frozen(fit_model(part, SMALL)), folds=4))
+    first, fourth = judged[0], next(one for one in judged if one.call == 4)
+    assert first.rank > 0.6  # from the text
+    assert fourth.rank > first.context_rank + 0.3
+    assert 0.8 <= fourth.p90_coverage <= 1.0
+
+
+def test_the_baseline_learns_from_the_text():
+    judged = score(cross_validate(made(120), Baseline, folds=4))
+    assert judged[0].rank > 0.6
+
+
+def test_same_sessions_same_model():
+    one, other = fit_model(made(40), SMALL), fit_model(made(40), SMALL)
+    assert np.array_equal(one.forest.sums, other.forest.sums)
+    assert np.array_equal(one.line.gram, other.line.gram)
+
+
+def test_too_few_sessions_are_refused():
+    with pytest.raises(ValueError, match="at least 10"):
+        fit_model(made(9), SMALL)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 10**7)), min_size=1, max_size=30))
+def test_quantiles_ascend_from_the_context(model_once, steps):
+    history, calls = History(), 1
+    for more, context in steps:
+        calls += more
+        history.advance(calls, context)
+        points = model_once.quantiles(model_once.guess(history, Subject()))
+        tokens = [value for _, value in points]
+        assert tuple(share for share, _ in points) == SHARES
+        assert tokens == sorted(tokens)
+        assert tokens[0] >= context * (1 - 1e-9)
+        assert all(math.isfinite(value) for value in tokens)
+
+
+@pytest.fixture(scope="module")
+def model_once():
+    return fit_model(made(60), SMALL)
+
+
+def test_runs_of_a_task_pull_the_prediction(model):
+    subject, history = Subject(task=77), History()
+    history.advance(1, 2000)
+    before = model.guess(history, subject).mean
+    for _ in range(4):
+        model.learn([], subject, 400_000)
+    after = model.guess(history, subject)
+    assert after.mean > before + 1
+    assert model.guess(history, Subject()).mean == pytest.approx(before, abs=1e-9)
+
+
+def test_a_run_that_outgrew_its_task_is_not_held_back(model):
+    """A task whose runs ended at 5K says little about one that is at 50K already; never that it must shrink."""
+    subject, history = Subject(task=5), History()
+    for _ in range(8):
+        model.learn([], subject, 5_000)
+    history.advance(1, 50_000)
+    guess = model.guess(history, subject)
+    assert guess.mean > 0
+    assert guess.spread > 0
+
+
+@given(st.floats(-30, 30), st.floats(0.01, 4.0))
+def test_truncated_normal(mean, variance):
+    moved, spread = above_zero(mean, variance)
+    assert moved >= max(0.0, mean) - 1e-9
+    assert 0 <= spread <= variance * (1 + 1e-9)
+
+
+def test_truncated_normal_by_sampling():
+    rng = np.random.default_rng(1)
+    drawn = rng.normal(-0.4, math.sqrt(0.5), 400_000)
+    drawn = drawn[drawn > 0]
+    assert above_zero(-0.4, 0.5) == pytest.approx((drawn.mean(), drawn.var()), rel=0.02)
+
+
+def test_forest_one_row_as_many():
+    rng = np.random.default_rng(1)
+    rows = rng.normal(size=(300, len(NAMES)))
+    targets = rows[:, 0] + rng.normal(size=300) * 0.1
+    forest = fit_forest(rows, targets, np.ones(300), ForestSettings(trees=20, depth=5))
+    means, variances = forest.moments_of(rows)
+    for place in (0, 17, 299):
+        assert forest.moments(rows[place]) == pytest.approx((means[place], variances[place]))
+    assert np.corrcoef(means, targets)[0, 1] > 0.8
+    line = fit_line(rows, targets, np.ones(300))
+    assert line.value(rows[5]) == pytest.approx(line.values_of(rows)[5])
+
+
+@pytest.mark.parametrize("kind", ["forest", "line"])
+def test_what_is_learned_replaces_what_was_fitted(kind):
+    rng = np.random.default_rng(2)
+    rows = rng.normal(size=(200, len(NAMES)))
+    fitted = (
+        fit_forest(rows, rows[:, 0] * 0 + 1.0, np.ones(200), ForestSettings(trees=10, depth=3))
+        if kind == "forest"
+        else fit_line(rows, np.ones(200), np.ones(200))
+    ).scaled(100.0)
+    for _ in range(400):
+        fitted.add(rng.normal(size=(4, len(NAMES))), np.full(4, 3.0), 0.5, 1 / 50)
+    means = fitted.moments_of(rows)[0] if kind == "forest" else fitted.values_of(rows)
+    assert means == pytest.approx(np.full(200, 3.0), abs=0.05)
+
+
+def test_a_forest_that_forgets_for_long_stays_finite():
+    rng = np.random.default_rng(2)
+    rows = rng.normal(size=(50, len(NAMES)))
+    forest = fit_forest(rows, rows[:, 0], np.ones(50), ForestSettings(trees=4, depth=2))
+    for _ in range(1500):
+        forest.add(rows[:2], np.ones(2), 1.0, 1 / 10)
+    assert np.isfinite(forest.sums).all()
+    assert np.isfinite(forest.moments_of(rows)[0]).all()
+    assert forest.settled_sums()[0].max() < 1e3
+
+
+def test_calibration_finds_its_coverage_after_a_jump():
+    """Errors three spreads off and twice as wide: a few hundred sessions later the quantiles hold again."""
+    rng = random.Random(1)
+    calibration = Calibration(np.tile([-1.28, -0.67, 0.0, 0.67, 1.28], (len(FIRST_CALLS), 1)))
+    below = {share: 0 for share in SHARES}
+    for number in range(2500):
+        error = rng.gauss(3.0, 2.0)
+        if number >= 500:
+            for share, value in zip(SHARES, calibration.scores(3), strict=True):
+                below[share] += error <= value
+        calibration.learn(3, error)
+    for share in SHARES:
+        assert below[share] / 2000 == pytest.approx(share, abs=0.04)
+
+
+def test_averages_forget_the_least_recent():
+    averages = Averages(capacity=3, horizon=50.0)
+    for key in range(10):
+        averages.learn(key, 9.0)
+    assert len(averages) == 3
+    assert averages.alone(0) == (0.0, 0.0)
+    assert averages.alone(9)[1] == 9.0
+
+
+def test_averages_follow_a_change():
+    averages = Averages(capacity=3, horizon=20.0)
+    for value in [8.0] * 200 + [11.0] * 60:
+        averages.learn(1, value)
+    assert averages.shrunk(1, 0.0) == pytest.approx(11.0, abs=0.4)
+
+
+def test_stages_cover_all_calls():
+    assert [stage(call) for call in FIRST_CALLS] == list(range(len(FIRST_CALLS)))
+    assert stage(0) == 0
+    assert stage(10**6) == len(FIRST_CALLS) - 1

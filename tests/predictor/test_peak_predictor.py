@@ -1,0 +1,122 @@
+import time
+
+import numpy as np
+import pytest
+from conftest import SMALL
+from made_sessions import made
+
+from sglang_basin.policy.prediction import PeaksSeen
+from sglang_basin.policy.sessions import Session
+from sglang_basin.predictor.evaluate import predict, score
+from sglang_basin.predictor.fitted import Frozen, Serving
+from sglang_basin.predictor.predictor import TrainedPredictor
+from sglang_basin.predictor.training import fit_model
+
+TEXT = "Traceback (most recent call last): the parser fails on nested lists in module number %d. " * 100
+
+
+def at(context, calls=1, name="s"):
+    return Session(name, 0.0, context, 0.0, calls_seen=calls, first_tokens=context, peak_tokens=context)
+
+
+class Broken:
+    def guess(self, *_):
+        raise RuntimeError("out of order")
+
+    subject = learn = guess
+
+
+def test_without_a_model_it_is_peaks_seen():
+    predictor, seen = TrainedPredictor(None), PeaksSeen()
+    for number in range(20):
+        for one in (predictor, seen):
+            one.learn(at(1000 * (number + 1), name=str(number)))
+    assert predictor.predict(at(3000)) == seen.predict(at(3000))
+    assert predictor.counts.fallbacks == 1
+    assert predictor.counts.failures == 0
+
+
+def test_a_failing_model_costs_nothing_but_a_count():
+    predictor, seen = TrainedPredictor(Broken()), PeaksSeen()
+    predictor.describe("s", text="fix it")
+    assert predictor.predict(at(3000)) == seen.predict(at(3000))
+    predictor.learn(at(3000))
+    assert predictor.counts.fallbacks == 1
+    assert predictor.counts.failures == 3
+    assert predictor.last_failure == "RuntimeError: out of order"
+
+
+def test_text_is_used_and_may_be_missing(model):
+    predictor = TrainedPredictor(model)
+    predictor.describe("long", text="task 1 refactor everything alpha", agent="agent", model="model")
+    predictor.describe("short", text="task 2 rename one alpha", agent="agent", model="model")
+    long, short, blank = (predictor.predict(at(2000, name=name)).at(0.5) for name in ("long", "short", "blank"))
+    assert long > 1.2 * short
+    assert blank >= 2000
+    assert predictor.counts.failures == predictor.counts.fallbacks == 0
+
+
+def test_never_below_the_context(model):
+    predictor = TrainedPredictor(model)
+    for call, context in enumerate((10, 100, 2_000, 1_000_000, 50), 1):
+        assert predictor.predict(at(context, call)).at(0.1) >= context * (1 - 1e-9)
+
+
+def test_its_table_is_bounded(model):
+    predictor = TrainedPredictor(model, max_sessions=10)
+    for number in range(100):
+        predictor.describe(str(number), text="x")
+        predictor.predict(at(2000, name=str(number)))
+    assert len(predictor) == 10
+    predictor.learn(at(2000, name="99"))
+    predictor.forget("98")
+    assert len(predictor) == 8
+    predictor.learn(at(2000, name="0"))  # forgotten: nothing but a peak
+    assert predictor.counts.failures == 0
+
+
+def test_one_guess_is_kept_per_stage(model):
+    predictor = TrainedPredictor(model)
+    for call in range(1, 3000):
+        predictor.predict(at(1000 + call, call))
+    assert len(predictor._of["s"].guesses) <= 12
+
+
+def test_a_foreign_deployment_becomes_a_known_one():
+    """Fitted on short sessions, serving ones ten times as long: wrong at first, right after some hundred sessions."""
+    predictor = TrainedPredictor(fit_model(made(80, factor=0.1), SMALL))
+    sessions = made(400, seed=9, factor=1.0)
+    early, late = (score(predict(Serving(predictor), part), (4,))[0] for part in (sessions[:30], sessions[200:]))
+    frozen = score(predict(Frozen(fit_model(made(80, factor=0.1), SMALL)), sessions[200:]), (4,))[0]
+    assert late.log_error < 0.5 * frozen.log_error
+    assert late.log_error <= early.log_error
+    assert 0.8 <= late.p90_coverage <= 0.98
+    assert predictor.counts.failures == 0
+
+
+@pytest.mark.parametrize("session", [at(0), at(-5), Session("s", 0.0, 100, 0.0)])
+def test_odd_sessions_do_not_fail(model, session):
+    predictor = TrainedPredictor(model)
+    assert predictor.predict(session).at(0.9) >= max(0, session.context_tokens)
+    assert predictor.counts.failures == 0
+
+
+def best_us(action, repeats=200):
+    times = []
+    for number in range(repeats):
+        started = time.perf_counter_ns()
+        action(number)
+        times.append((time.perf_counter_ns() - started) / 1000)
+    return float(np.quantile(times, 0.25))  # of a machine that is busy with other things
+
+
+def test_predictions_are_fast(model):
+    """Bounds of three times the target, so that a busy machine does not fail them; the study measures the target."""
+    predictor = TrainedPredictor(model)
+    assert best_us(lambda number: predictor.predict(at(1000 + number, 1 + number))) < 150
+
+    def first(number):
+        predictor.describe(str(number), text=(TEXT % tuple(range(number, number + 100)))[:8000])
+        predictor.predict(at(2000, name=str(number)))
+
+    assert best_us(first) < 6000

@@ -21,7 +21,7 @@ MAX_PARTS = 64
 
 _WORD = re.compile(r"[a-z0-9_]+|[^\W\d_]+")
 _MAX_WORD = 40
-_REMINDER = re.compile(r"<system-reminder>.{0,60000}?</system-reminder>", re.DOTALL)
+_NOTE_OPENS, _NOTE_CLOSES = "<system-reminder>", "</system-reminder>"
 """What Claude Code puts around its own notes inside a user's message."""
 _MAX_SEARCHED = 65536
 
@@ -77,10 +77,21 @@ def task_text(messages: object) -> str | None:
     for message in messages[:MAX_MESSAGES]:
         if not isinstance(message, dict) or message.get("role") != "user":
             continue
-        found = _REMINDER.sub(" ", _content(message.get("content"))[:_MAX_SEARCHED]).strip()
+        found = _without_notes(_content(message.get("content"))[:_MAX_SEARCHED]).strip()
         if found:
             return found
     return None
+
+
+def _without_notes(text: str) -> str:
+    """A note that is never closed is kept: it may be the user's own words."""
+    kept: list[str] = []
+    at = 0
+    while (opens := text.find(_NOTE_OPENS, at)) >= 0 and (closes := text.find(_NOTE_CLOSES, opens)) >= 0:
+        kept.append(text[at:opens])
+        at = closes + len(_NOTE_CLOSES)
+    kept.append(text[at:])
+    return " ".join(kept)
 
 
 def _content(content: object) -> str:

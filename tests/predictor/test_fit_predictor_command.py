@@ -12,7 +12,7 @@ from sglang_basin.predictor.model_file import load_model
 def trace(tmp_path):
     path = tmp_path / "made.jsonl.gz"
     with gzip.open(path, "wt") as file:
-        for number, session in enumerate(made(40)):
+        for number, session in enumerate(made(24)):
             calls = [{"prompt_tokens": prompt, "output_tokens": output} for prompt, output in session.calls]
             line = {"session_id": str(number), "task_id": f"t{number // 2}", "task_text": session.text, "calls": calls}
             file.write(json.dumps(line) + "\n")
@@ -38,7 +38,7 @@ def test_fit_report_and_score(trace, tmp_path, capsys):
     assert main(["--eval", str(trace), "--model", str(model), "--json", "-"]) == 0
     scored = json.loads(capsys.readouterr().out)["files"][str(trace)]
     assert set(scored) == {"as fitted", "learning as it serves"}
-    assert scored["as fitted"][0]["sessions"] == 40
+    assert scored["as fitted"][0]["sessions"] == 24
 
 
 @pytest.mark.parametrize(

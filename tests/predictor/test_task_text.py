@@ -78,6 +78,18 @@ def test_the_first_user_message_is_the_task():
 
 
 @pytest.mark.parametrize(
+    ("content", "task"),
+    [
+        ("<system-reminder>a</system-reminder> fix <system-reminder>b</system-reminder>it", "fix  it"),
+        ("<system-reminder> never closed", "<system-reminder> never closed"),
+        ("</system-reminder> fix", "</system-reminder> fix"),
+    ],
+)
+def test_the_agents_own_notes_are_cut_out(content, task):
+    assert task_text([{"role": "user", "content": content}]) == task
+
+
+@pytest.mark.parametrize(
     "messages", [None, 3, {}, [], [None, 3, "x"], [{"role": "user"}], [{"role": "user", "content": 7}]]
 )
 def test_no_user_message(messages):

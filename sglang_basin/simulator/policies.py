@@ -42,7 +42,9 @@ class BasinOptions:
 
     enabled: bool = True
     law: Literal["current", "peak", "partial", "multiplex"] = "partial"
-    alpha: float = 0.5
+    alpha: float = 1.0
+    """The whole predicted peak: with `band`, the best pair of `benchmarks/sim_law.py`. Peaks overstate what is needed,
+    as they do not coincide and hold what sessions share; the band gives it back."""
     law_share: float = 0.5
     epsilon: float = 0.05
     horizon_calls: float = 10.0
@@ -51,7 +53,7 @@ class BasinOptions:
     """The budget as a multiple of prefill's device pool, in place of `budget_tokens`."""
     knee_tokens: int | None = None
     knee_share: float = 0.9
-    band: float = 0.0
+    band: float = 0.8
     order: Literal["arrival", "size"] = "size"
     order_tokens_per_s: float = 30.0
     peak_share: float = 0.5

@@ -30,12 +30,16 @@ from typing import Any
 import msgspec
 from PIL import Image
 
+from sglang_basin.policy.door import Door
+from sglang_basin.policy.interface import ServingPolicy
+from sglang_basin.policy.reservation import Reservation, ReservationLaw
+from sglang_basin.policy.sessions import Session as LiveSession
 from sglang_basin.replay.arrivals import ArrivalProfile, Surge, arrival_times
 from sglang_basin.replay.plan import Plan, PlannedSession, draw
 from sglang_basin.replay.quantities import positive_int
 from sglang_basin.replay.trace import Scaling
 from sglang_basin.simulator import policy_factory, simulate
-from sglang_basin.simulator.simulation import PolicyFactory
+from sglang_basin.simulator.simulation import ClientSettings, PolicyFactory
 from sglang_basin.simulator.study import Study, StudySettings, code_digest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,9 +122,56 @@ def surge(extra: float) -> Surge:
 
 # ---- Policies ------------------------------------------------------------------------------------------------------
 
-STOCK: dict[str, str] = {}
-ARTICLE = {"law": "peak", "order": "size"}
-"""The article's full design: each session's predicted peak reserved, size-aware order; with lending in the profile."""
+MEASURED_ERROR = {"predictor": "oracle", "rank_correlation": "0.56"}
+"""Peaks blurred to the lower of the two rank correlations that the article measured for its trained predictor."""
+ONLINE = {"predictor": "seen"}
+"""The engine's own predictor, which starts with nothing and learns from sessions that end."""
+DEFAULT = {"law": "peak", "band": "0.8", "order": "size"}
+"""The defaults of `BasinOptions`, written out: chosen by `sim_law.py`, and a test holds that they are the same."""
+BASIN = DEFAULT | MEASURED_ERROR
+PROPOSED = {"law": "partial", "alpha": "0.75", "band": "0.3", "order": "size"} | MEASURED_ERROR
+"""With `Tried(shared_once=True)`: what `sim_law.py` found best, were the door to count a shared prefix once."""
+BASIN_ONLINE = DEFAULT | ONLINE
+ARTICLE = {"law": "peak", "order": "size", "band": "0.1"} | MEASURED_ERROR
+"""The article's full design: each session's predicted peak reserved, size-aware order, the budget within a small band;
+with lending where the deployment lends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """Changes of the door that are no options of it (yet), tried on the door of a run."""
+
+    shared_once: bool = False
+    """What all sessions share counts once in the budget, not once a session, as it does in the cache."""
+    tolerance: float | None = None
+    """Of `BudgetSettings`: how far below its high stretch the hit rate may be for the budget to grow."""
+
+    def apply(self, door: Door, plan: Plan) -> None:
+        if self.shared_once:
+            door.law = SharedOnce(door.law, max(planned.session.shared_prefix_tokens for planned in plan.sessions))
+        if self.tolerance is not None:
+            door.budget.settings = dataclasses.replace(door.budget.settings, tolerance=self.tolerance)
+
+
+@dataclass(frozen=True)
+class SharedOnce:
+    """`ReservationLaw`: as `law`, without the shared prefix. What it takes is less than 2 % of any budget here."""
+
+    law: ReservationLaw
+    shared_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.law.name}, shared once"
+
+    @property
+    def z(self) -> float:
+        return self.law.z
+
+    def reserve(self, session: LiveSession) -> Reservation:
+        reserved = self.law.reserve(session)
+        return Reservation(max(0.0, reserved.tokens - self.shared_tokens), reserved.variance)
+
 
 # ---- Cases ---------------------------------------------------------------------------------------------------------
 
@@ -132,6 +183,7 @@ class Case:
 
     settings: StudySettings
     steps: tuple[tuple[float, float], ...] = ()
+    tried: Tried = Tried()
 
     def plan(self) -> Plan:
         if not self.steps:
@@ -144,6 +196,7 @@ class Case:
     def told(self) -> dict[str, Any]:
         """For the cache's key and for the finding: no path of this machine."""
         made: dict[str, Any] = {"settings": self.settings.as_dict(), "steps": list(map(list, self.steps))}
+        made["tried"] = dataclasses.asdict(self.tried)
         made["settings"]["trace"] = Path(made["settings"]["trace"]).name
         return made
 
@@ -161,6 +214,8 @@ def case(
     counted_s: float = COUNTED_S,
     tail_s: float = TAIL_S,
     steps_per_min: Sequence[tuple[float, float]] = (),
+    client: ClientSettings | None = None,
+    tried: Tried | None = None,
 ) -> Case:
     settings = StudySettings(
         **workload.settings(),
@@ -173,8 +228,147 @@ def case(
         tail_s=tail_s,
         surge=None if extra is None else surge(extra),
         seed=seed,
+        client=client or ClientSettings(),
     )
-    return Case(settings=settings, steps=tuple((at_s, rate / 60) for at_s, rate in steps_per_min))
+    steps = tuple((at_s, rate / 60) for at_s, rate in steps_per_min)
+    return Case(settings=settings, steps=steps, tried=tried or Tried())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A deployment and its load, on which policies are compared."""
+
+    name: str
+    says: str
+    workload: Workload
+    rate_per_min: float
+    extra: float | None
+    profile: str = "h200-1p3d"
+    changes: Mapping[str, str] = field(default_factory=dict)
+    client: ClientSettings = field(default_factory=ClientSettings)
+
+    def case(self, policy: str, options: Mapping[str, str], seed: int, tried: Tried | None = None) -> Case:
+        """An hour that counts and a quarter that does not."""
+        return case(
+            self.workload,
+            profile=self.profile,
+            policy=policy,
+            options=options,
+            changes=self.changes,
+            rate_per_min=self.rate_per_min,
+            extra=self.extra,
+            seed=seed,
+            counted_s=3600.0,
+            tail_s=900.0,
+            client=self.client,
+            tried=tried,
+        )
+
+
+DECODE_FIRST = {"prefill.pool_tokens": "1344000", "decode.pool_tokens": "98304"}
+"""1P1D whose decode memory is met long before the cache's limit."""
+IMPATIENT = ClientSettings(retries=3, call_timeout_s=120.0)
+
+FOUR = (
+    Scenario(
+        name="code, GPU",
+        says="1P3D, device cache alone, 5.5/min, +100 %",
+        workload=CODE,
+        rate_per_min=5.5,
+        extra=1.0,
+    ),
+    Scenario(
+        name="code, host tier",
+        says="1P3D with HiCache, 10/min, +100 %",
+        workload=CODE,
+        rate_per_min=10.0,
+        extra=1.0,
+        changes=HOST,
+    ),
+    Scenario(
+        name="terminal, host tier",
+        says="1P3D with HiCache, 6/min, +100 %",
+        workload=TERMINAL,
+        rate_per_min=6.0,
+        extra=1.0,
+        changes=HOST,
+    ),
+    Scenario(
+        name="long, host tier",
+        says="1P3D with HiCache, 0.8/min, +300 %",
+        workload=LONG,
+        rate_per_min=0.8,
+        extra=3.0,
+        changes=HOST,
+    ),
+)
+"""Stand-ins for the article's four 1P3D scenarios, whose loads are not known to us: each gets stuck under stock."""
+GRID = (
+    *FOUR,
+    Scenario(
+        name="code, GPU, +300 %",
+        says="1P3D, device cache alone, 5.5/min, +300 %",
+        workload=CODE,
+        rate_per_min=5.5,
+        extra=3.0,
+    ),
+    Scenario(
+        name="code, overload",
+        says="1P3D, device cache alone, 8.5/min for good, no surge",
+        workload=CODE,
+        rate_per_min=8.5,
+        extra=None,
+    ),
+    Scenario(
+        name="code, impatient",
+        says="1P3D, device cache alone, 5.5/min, +100 %; clients give up after 120 s and try 3 times again",
+        workload=CODE,
+        rate_per_min=5.5,
+        extra=1.0,
+        client=IMPATIENT,
+    ),
+    Scenario(
+        name="terminal, GPU",
+        says="1P3D, device cache alone, 3/min, +100 %",
+        workload=TERMINAL,
+        rate_per_min=3.0,
+        extra=1.0,
+    ),
+    Scenario(
+        name="code, lending",
+        says="1P3D that lends, 9/min, +100 %",
+        workload=CODE,
+        rate_per_min=9.0,
+        extra=1.0,
+        changes=LEND,
+    ),
+    Scenario(
+        name="terminal, lending",
+        says="1P3D that lends, 6/min, +100 %",
+        workload=TERMINAL,
+        rate_per_min=6.0,
+        extra=1.0,
+        changes=LEND,
+    ),
+    Scenario(
+        name="code-25k, 1P1D",
+        says="1P1D H100, 3.3/min, +100 %",
+        workload=CODE_SMALL,
+        rate_per_min=3.3,
+        extra=1.0,
+        profile="h100-1p1d",
+    ),
+    Scenario(
+        name="decode-first",
+        says="1P1D H100 with 1.3M tokens of cache and 98K of decode memory, 3/min, +100 %",
+        workload=CODE_SMALL,
+        rate_per_min=3.0,
+        extra=1.0,
+        profile="h100-1p1d",
+        changes=DECODE_FIRST,
+    ),
+)
+"""All scenarios that defaults are chosen on."""
 
 
 def stepped_plan(sessions: Sequence[Any], settings: StudySettings, steps: Sequence[tuple[float, float]]) -> Plan:
@@ -196,7 +390,7 @@ def stepped_plan(sessions: Sequence[Any], settings: StudySettings, steps: Sequen
 def run_case(one: Case, factory: Callable[[Plan], PolicyFactory] | None = None) -> dict[str, Any]:
     """The result as `simulate --json` has it, and how it ended. `factory` in place of the settings' policy."""
     settings, plan, hardware = one.settings, one.plan(), one.settings.hardware()
-    policy = factory(plan) if factory else policy_factory(settings.policy, settings.policy_options, plan, hardware)
+    policy = factory(plan) if factory else _policy(one, plan)
     started_s = time.perf_counter()
     log = simulate(plan, hardware, policy, client=settings.client, target=settings.target, sample_s=settings.sample_s)
     study = Study(settings, hardware, log, time.perf_counter() - started_s, 0.0)
@@ -204,6 +398,22 @@ def run_case(one: Case, factory: Callable[[Plan], PolicyFactory] | None = None) 
     result["end"] = dataclasses.asdict(how_it_ends(result["series"], log.plan))
     result["wall_s"] = round(study.wall_s, 3)
     return result
+
+
+def _policy(one: Case, plan: Plan) -> PolicyFactory:
+    settings = one.settings
+    build = policy_factory(settings.policy, settings.policy_options, plan, settings.hardware())
+    if one.tried == Tried():
+        return build
+
+    def changed() -> ServingPolicy:
+        door = build()
+        if not isinstance(door, Door):
+            raise TypeError(f"{settings.policy}: only basin's door can be tried with {one.tried}")
+        one.tried.apply(door, plan)
+        return door
+
+    return changed
 
 
 # ---- How a run ends ------------------------------------------------------------------------------------------------
@@ -412,8 +622,8 @@ def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 # ---- The command line ----------------------------------------------------------------------------------------------
 
 
-def parse(docstring: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags that all of these scripts take."""
+def parse(docstring: str | None, seeds: Sequence[int] = BASE_SEEDS) -> argparse.Namespace:
+    """The flags that all of these scripts take; `seeds` are those of the committed result."""
     parser = argparse.ArgumentParser(
         description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -425,8 +635,8 @@ def parse(docstring: str | None, argv: Sequence[str] | None = None) -> argparse.
     parser.add_argument(
         "--results", type=Path, metavar="DIR", help="for result and plot (benchmarks/results; --quick: out/quick)"
     )
-    options = parser.parse_args(argv)
-    options.seeds = options.seeds or ([1] if options.quick else list(BASE_SEEDS))
+    options = parser.parse_args()
+    options.seeds = options.seeds or list(seeds[:1] if options.quick else seeds)
     options.results = options.results or (ROOT / "out" / "quick" if options.quick else RESULTS)
     return options
 

@@ -1,6 +1,6 @@
 """A surge in minutes 15 to 25 on 1P1D H100: which ones the stock engine survives, and what the door changes.
 
-    .venv/bin/python benchmarks/sim_surge.py [--quick] [--seeds 1,2,3,4,5]
+    .venv/bin/python benchmarks/sim_surge.py [--quick] [--seeds 1,2,3]
 
 Article: after +33 % it recovers within 20 minutes; after +100 % never: TTFT about 60 s, hit rate 0.27, and 17 sessions
 an hour within target against 138 without the surge.
@@ -12,6 +12,7 @@ import statistics
 
 from matplotlib.figure import Figure as Plot
 from sim_rooms import (
+    BASIN,
     CODE_SMALL,
     COUNTED_S,
     TAIL_S,
@@ -38,13 +39,14 @@ NEAR = "the tipping point is so near that chance decides; "
 
 
 def main() -> None:
-    options = parse(__doc__)
+    options = parse(__doc__, (1, 2, 3, 4, 5))
     keys = [(arm, extra, seed) for arm in ARMS for extra in SURGES for seed in options.seeds]
     cases = [
         case(
             CODE_SMALL,
             profile="h100-1p1d",
             policy=ARMS[arm],
+            options=BASIN if arm == "Basin" else {},
             rate_per_min=RATE_PER_MIN,
             extra=SURGES[extra],
             seed=seed,

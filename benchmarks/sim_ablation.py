@@ -1,0 +1,174 @@
+"""What each part of the door is worth: admission law, order, lending, adaptive budget, prediction error.
+
+    .venv/bin/python benchmarks/sim_ablation.py [--quick] [--seeds 1,2]
+
+Starts from the default on deployments that lend and takes one part away or replaces it at a time, and crosses law with
+prediction error, which hit each other. Goodput relative to the default, geometric mean over the loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+
+from matplotlib.figure import Figure as Plot
+from sim_rooms import (
+    BASIN,
+    BASIN_ONLINE,
+    CODE,
+    GRID,
+    LEND,
+    TERMINAL,
+    Figure,
+    Finding,
+    Scenario,
+    Table,
+    geometric_mean,
+    holds,
+    known,
+    parse,
+    publish,
+    run_all,
+    save_plot,
+)
+
+LOADS = (
+    *(scenario for scenario in GRID if scenario.changes == LEND),
+    Scenario(
+        name="code, lending, +300 %",
+        says="1P3D that lends, 9/min, +300 %",
+        workload=CODE,
+        rate_per_min=9.0,
+        extra=3.0,
+        changes=LEND,
+    ),
+    Scenario(
+        name="terminal, lending, overload",
+        says="1P3D that lends, 8/min for good, no surge",
+        workload=TERMINAL,
+        rate_per_min=8.0,
+        extra=None,
+        changes=LEND,
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    part: str
+    name: str
+    options: dict[str, str]
+    lends: bool = True
+
+
+def variant(part: str, name: str, lends: bool = True, **options: str) -> Variant:
+    return Variant(part, name, BASIN | options, lends)
+
+
+DEFAULT = variant("-", "default")
+VARIANTS = (
+    DEFAULT,
+    variant("admission", "none", enabled="false"),
+    variant("admission", "current context", law="current"),
+    variant("admission", "half of the way to the peak", law="partial", alpha="0.5"),
+    variant("admission", "statistical multiplexing", law="multiplex"),
+    variant("order", "by arrival", order="arrival"),
+    variant("lending", "none", lends=False),
+    variant("lending and admission", "none", lends=False, enabled="false"),
+    variant("budget", "fixed", band="0"),
+    variant("budget", "band 0.1", band="0.1"),
+    variant("budget", "band 0.3", band="0.3"),
+    variant("prediction", "oracle", rank_correlation="1"),
+    variant("prediction", "bare distribution of peaks", rank_correlation="0"),
+    Variant("prediction", "learns online", dict(BASIN_ONLINE)),
+    variant("prediction", "none (present context)", predictor="none"),
+    variant("prediction and law", "oracle, half of the way", rank_correlation="1", law="partial"),
+    variant("prediction and law", "bare distribution, half of the way", rank_correlation="0", law="partial"),
+    Variant("prediction and law", "learns online, half of the way", BASIN_ONLINE | {"law": "partial"}),
+)
+
+
+def main() -> None:
+    options = parse(__doc__, (1, 2))
+    loads = LOADS[:1] if options.quick else LOADS
+    chosen = VARIANTS[:3] if options.quick else VARIANTS
+    keys = [(one.part, one.name, load.name, seed) for one in chosen for load in loads for seed in options.seeds]
+    cases = [
+        (load if one.lends else dataclasses.replace(load, changes={})).case("basin", one.options, seed)
+        for one in chosen
+        for load in loads
+        for seed in options.seeds
+    ]
+    results = dict(zip(keys, run_all(cases, options.jobs), strict=True))
+
+    def mine(one: Variant, load: Scenario) -> list[dict]:
+        return [results[one.part, one.name, load.name, seed] for seed in options.seeds]
+
+    def mean(one: Variant, load: Scenario) -> float:
+        return statistics.fmean(result["summary"]["completed_share"] for result in mine(one, load))
+
+    rows, scored = [], []
+    for one in chosen:
+        relative = geometric_mean([mean(one, load) / max(mean(DEFAULT, load), 1e-9) for load in loads])
+        scored.append((one, relative))
+        stuck = [load.name for load in loads if any(result["end"]["stuck"] for result in mine(one, load))]
+        hits = known(result["summary"]["hit_rate_last_third"] for load in loads for result in mine(one, load))
+        rows.append(
+            [
+                one.part,
+                one.name,
+                f"{relative:.3f}",
+                *[f"{mean(one, load):.2f}" for load in loads],
+                f"{statistics.fmean(hits):.2f}" if hits else "-",
+                ", ".join(stuck) or "-",
+            ]
+        )
+    better = [(one, relative) for one, relative in scored if relative > 1.01 and one.name != "oracle"]
+    figures = [
+        Figure(
+            what="a part whose removal or replacement (oracle aside) gains more than 1 %",
+            article="-",
+            ours=", ".join(f"{one.part}: {one.name} (x{relative:.2f})" for one, relative in better) or "none",
+            holds=holds(not better, False),
+        )
+    ]
+    plot = Plot(figsize=(8, 0.27 * len(scored) + 0.9), layout="constrained")
+    axes = plot.add_subplot()
+    labels = [f"{one.part}: {one.name}" for one, _ in reversed(scored)]
+    axes.barh(labels, [relative for _, relative in reversed(scored)], color="tab:blue")
+    axes.axvline(1.0, color="0.3", linewidth=0.8)
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("goodput over the default's, geometric mean over the loads")
+    publish(
+        Finding(
+            name="ablation",
+            rank=9,
+            title="Ablation",
+            method="1P3D that lends, an hour of offered sessions; one part of the default replaced at a time. Columns "
+            "of loads: share of offered sessions within target.",
+            figures=figures,
+            tables=[
+                Table(
+                    title="One part replaced at a time",
+                    columns=[
+                        "part",
+                        "replaced by",
+                        "over default",
+                        *[load.says for load in loads],
+                        "hit rate",
+                        "stuck in",
+                    ],
+                    rows=rows,
+                )
+            ],
+            plots=[save_plot(plot, options, "ablation")],
+            numbers={f"{one.part}: {one.name}": round(relative, 4) for one, relative in scored},
+        ),
+        options,
+        [CODE, TERMINAL],
+        len(cases),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_basin.policy.prediction import SHARES
 from sglang_basin.predictor.features import NAMES, History
@@ -63,7 +64,7 @@ class Subject:
 class Guess:
     """A prediction before it becomes quantiles, kept until the session's end to learn from it."""
 
-    row: list[float]
+    row: npt.NDArray[np.float64]
     stage: int
     log_context: float
     mean: float
@@ -121,7 +122,7 @@ class PeakModel:
             further, of_task = above_zero(reached - row[0], of_task)
             mean += variance / (variance + of_task) * (further - mean)
             variance = min(variance, of_task) + MIN_VARIANCE
-        return Guess(row, stage(history.calls), row[0], mean, math.sqrt(variance))
+        return Guess(values, stage(history.calls), row[0], mean, math.sqrt(variance))
 
     def quantiles(self, guess: Guess) -> tuple[tuple[float, float], ...]:
         """(share, tokens), ascending in both."""
@@ -138,7 +139,7 @@ class PeakModel:
         for guess, target in zip(guesses, targets, strict=True):
             self.calibration.learn(guess.stage, (target - guess.mean) / guess.spread)
         if guesses:
-            rows = np.array([guess.row for guess in guesses])
+            rows = np.stack([guess.row for guess in guesses])
             weight, forget = row_weight(len(guesses)), 1.0 / self.settings.horizon_sessions
             for part in (self.trend, self.line, self.forest):
                 part.add(rows, np.array(targets), weight, forget)

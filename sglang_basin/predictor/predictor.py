@@ -18,8 +18,8 @@ from sglang_basin.predictor.model import Guess, PeakModel, Subject
 from sglang_basin.predictor.recorded import kin_of
 from sglang_basin.predictor.text import Task, read_task
 
-MAX_SESSIONS = 50_000
-"""Sessions remembered at once; beyond, the longest untouched one is forgotten and counted as unknown from then on."""
+MAX_SESSIONS = 20_000
+"""Sessions remembered at once, 5 KB each at most; beyond, the longest untouched one is forgotten and then unknown."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from sglang_basin.predictor.fitted import Frozen
 from sglang_basin.predictor.recorded import Recorded
 from sglang_basin.predictor.training import TrainingSettings, fit_model
 
-LEARNING_SHARES = (0.125, 0.25, 0.5, 1.0)
+LEARNING_SHARES = (0.25, 0.5, 1.0)
 MIN_REPEATED_SHARE = 0.2
 """Part of the sessions whose task comes more than once, below which repeated tasks are not reported."""
 

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -99,6 +101,16 @@ def test_odd_sessions_do_not_fail(model, session):
     predictor = TrainedPredictor(model)
     assert predictor.predict(session).at(0.9) >= max(0, session.context_tokens)
     assert predictor.counts.failures == 0
+
+
+def test_serving_needs_no_fitting_library():
+    code = (
+        "import sys; import sglang_basin.predictor.predictor, sglang_basin.predictor.model_file, "
+        "sglang_basin.predictor.session_log; "
+        "sys.exit(','.join({'sklearn', 'scipy', 'matplotlib', 'torch'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def best_us(action, repeats=200):

@@ -8,7 +8,9 @@ Article: the hit rate collapses once the working set exceeds about 1.9 times the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure as Plot
@@ -22,12 +24,10 @@ from sim_rooms import (
     Workload,
     case,
     holds,
-    known,
     parse,
     publish,
     run_all,
     save_plot,
-    spread,
 )
 
 STEP_S = 600.0
@@ -63,39 +63,55 @@ RAMPS = (
 )
 
 
+BIN = 0.1
+"""Width of the bins of working set over cache."""
+FALLEN = 0.05
+"""The hit rate has left its high stretch when it is this much below it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Knee:
-    """Where a run's hit rate falls below half way between its high stretch and its end, for good."""
+    """Multiples of the cache; each is the lower end of a bin, from which on all bins' median hit rates are so low."""
 
-    working_set: float
-    """Over the cache, each session's whole context counted."""
-    distinct: float
-    """The same with the shared prefix counted once."""
-    healthy: float
-    """The most working set over cache until then, with the hit rate within 0.02 of its high stretch."""
+    falls: float
+    """Below the high stretch by more than `FALLEN`."""
+    half: float
+    """Below half way from the high stretch to the bottom."""
 
 
-def find_knee(result: dict[str, Any], pool_tokens: int, shared_tokens: int) -> Knee | None:
-    """None if the run did not collapse."""
+def samples(result: Mapping[str, Any], pool_tokens: int, shared_tokens: int) -> list[tuple[float, float]]:
+    """(working set over cache, hit rate of the last minute), the start left out; a shared prefix counts once more for
+    each live session than the cache holds it, and `shared_tokens` of it are taken off again."""
     series = result["series"]
-    rows = [
-        (rate, tokens, live)
+    return [
+        ((tokens - shared_tokens * max(0.0, live - 1)) / pool_tokens, rate)
         for at_s, rate, tokens, live in zip(
             series["at_s"], series["hit_rate"], series["working_set_tokens"], series["live_sessions"], strict=True
         )
         if rate is not None and at_s >= 300
     ]
-    rates = [rate for rate, _, _ in rows]
-    high, low = statistics.median(rates[:20]), statistics.fmean(rates[-10:])
-    if low > 0.8 * high:
+
+
+def find_knee(found: Sequence[tuple[float, float]]) -> Knee | None:
+    """Of samples of one or more runs; None if hits never fall for good. Bins of under three samples do not count."""
+    bins: dict[int, list[float]] = {}
+    for load, rate in found:
+        bins.setdefault(int(load / BIN), []).append(rate)
+    medians = {number: statistics.median(rates) for number, rates in sorted(bins.items()) if len(rates) >= 3}
+    if not medians:
         return None
-    half = (high + low) / 2
-    at = max(i for i, rate in enumerate(rates) if rate > half) + 1
-    at = min(at, len(rows) - 1)
-    _, tokens, live = rows[at]
-    shared = shared_tokens * max(0.0, live - 1)
-    healthy = max(tokens for rate, tokens, _ in rows[:at] if rate >= high - 0.02)
-    return Knee(tokens / pool_tokens, (tokens - shared) / pool_tokens, healthy / pool_tokens)
+    high, low = max(medians.values()), min(medians.values())
+
+    def from_where(below: float) -> int | None:
+        start = None
+        for number, rate in medians.items():
+            start = (number if start is None else start) if rate < below else None
+        return start
+
+    falls, half = from_where(high - FALLEN), from_where((high + low) / 2)
+    if falls is None or half is None or low > 0.8 * high:
+        return None
+    return Knee(falls * BIN, half * BIN)
 
 
 def main() -> None:
@@ -106,78 +122,62 @@ def main() -> None:
     results = run_all(cases, options.jobs)
     plot = Plot(figsize=(4 * len(ramps) + 1, 3.6), layout="constrained")
     rows: list[list[str]] = []
-    knees: dict[str, list[Knee]] = {}
+    knees: dict[str, Knee | None] = {}
     for place, ramp in enumerate(ramps, start=1):
         axes = plot.add_subplot(1, len(ramps), place)
         mine = [(one, result) for (ran, _), one, result in zip(keys, cases, results, strict=True) if ran is ramp]
         pool = mine[0][0].settings.hardware().prefill.pool_tokens
         shared = max(planned.session.shared_prefix_tokens for planned in mine[0][0].plan().sessions)
-        found = [find_knee(result, pool, shared) for _, result in mine]
-        knees[ramp.name] = [knee for knee in found if knee is not None]
-        for _, result in mine:
-            series = result["series"]
-            load = [tokens / pool for tokens in series["working_set_tokens"]]
-            axes.plot(load, [float("nan") if rate is None else rate for rate in series["hit_rate"]], ".", markersize=2)
-        for knee in knees[ramp.name]:
-            axes.axvline(knee.working_set, color="tab:red", linewidth=0.6)
+        found = [samples(result, pool, 0) for _, result in mine]
+        for points in found:
+            axes.plot([load for load, _ in points], [rate for _, rate in points], ".", markersize=2)
+        knee = knees[ramp.name] = find_knee(list(itertools.chain(*found)))
+        distinct = find_knee([point for _, result in mine for point in samples(result, pool, shared)])
+        if knee is not None:
+            axes.axvline(knee.falls, color="tab:red", linewidth=0.8)
         axes.set_xlim(0, 4)
         axes.set_title(ramp.name, fontsize=9)
         axes.set_xlabel("working set over cache")
         axes.set_ylabel("hit rate, one minute")
-        if knees[ramp.name]:
-            rows.append(
-                [
-                    ramp.name,
-                    spread([knee.healthy for knee in knees[ramp.name]], ".2f"),
-                    spread([knee.working_set for knee in knees[ramp.name]], ".2f"),
-                    spread([knee.distinct for knee in knees[ramp.name]], ".2f"),
-                    f"{len(knees[ramp.name])} of {len(found)}",
-                    spread(known(result["end"]["hit_rate"] for _, result in mine), ".2f"),
-                ]
-            )
-    first = [knee.working_set for knee in knees[ramps[0].name]]
-    figures = []
-    if first:
-        middle = statistics.fmean(first)
-        figures.append(
-            Figure(
-                what="working set over cache at which hits collapse (1P1D)",
-                article="1.9",
-                ours=spread(first, ".2f"),
-                holds=holds(1.5 <= middle <= 2.3),
-                cause="the part above 1 has two causes: what all sessions share is one copy in the cache, and sessions "
-                "that end leave room that the working set no longer counts; with nothing shared (terminal) it is lower",
-            )
+        rows.append([ramp.name, f"{shared:,}", *_cells(knee), *_cells(distinct)])
+    first, last = knees[ramps[0].name], knees[ramps[-1].name]
+    figures = [
+        Figure(
+            what="working set over cache above which hits fall (1P1D)",
+            article="1.9",
+            ours="never" if first is None else f"{first.falls:.1f} (half of them lost at {first.half:.1f})",
+            holds=holds(first is not None and 1.6 <= first.falls <= 2.2, first is not None),
+            cause="what lies above 1 is mostly the shared prefix, of which the cache holds one copy while each "
+            "session's context counts it; where nothing is shared (terminal) hits fall at "
+            + ("no load tried" if last is None else f"{last.falls:.1f}"),
         )
+    ]
     publish(
         Finding(
             name="knee",
             rank=3,
             title="The cache's knee",
-            method="Stock; every ten minutes one step more load. The knee is where the hit rate of a minute falls "
-            "below half way between its high stretch and its end, and stays there.",
+            method="Stock; every ten minutes one step more load. Samples of all seeds, in bins of 0.1 times the "
+            "cache; *hits fall* where the median of a bin, and of all bins above it, is more than 0.05 below the best.",
             figures=figures,
             tables=[
                 Table(
-                    title="Working set over cache",
-                    columns=[
-                        "ramp",
-                        "highest healthy",
-                        "knee",
-                        "knee, shared prefix counted once",
-                        "collapsed",
-                        "hit rate at the end",
-                    ],
+                    title="Multiples of the cache; *distinct*: the shared prefix counted once",
+                    columns=["ramp", "shared tokens", "hits fall", "half lost", "fall, distinct", "half, distinct"],
                     rows=rows,
                 )
             ],
             plots=[save_plot(plot, options, "knee")],
-            numbers={name: [dataclasses.asdict(knee) for knee in found] for name, found in knees.items()},
+            numbers={name: dataclasses.asdict(knee) if knee else None for name, knee in knees.items()},
         ),
         options,
         [ramp.workload for ramp in ramps],
         len(cases),
     )
+
+
+def _cells(knee: Knee | None) -> list[str]:
+    return ["-", "-"] if knee is None else [f"{knee.falls:.1f}", f"{knee.half:.1f}"]
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def variants(best: Setting) -> list[Setting]:
 
     return [
         other("order by arrival", order="arrival"),
+        other("r = 10", order_tokens_per_s="10"),
         other("r = 100", order_tokens_per_s="100"),
         Setting(f"{best.name}; learns online", best.options | ONLINE, best.tried),
     ]

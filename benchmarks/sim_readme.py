@@ -24,13 +24,19 @@ PD deployment at the article's scale, on a laptop. Each prints the article's fig
 `results/NAME.json` and a plot, and can be run alone:
 
     .venv/bin/python benchmarks/sim_surge.py [--quick] [--seeds 1,2,3] [--jobs 2]
-    .venv/bin/python benchmarks/sim_readme.py       # this page, made of the results
+    .venv/bin/python benchmarks/sim_readme.py                # this page, made of the results
+    .venv/bin/python benchmarks/sim_all.py [--jobs 2]        # all of them, and the page; about twenty minutes on two cores
 
 Runs are kept in `out/benchmarks/`, named by all that decides them, so that an interrupted script goes on where it was.
 Every result says with which command, seeds, traces, versions and code it was made. The workloads are in
 `sim_rooms.py`; the hardware profiles and what they were fitted to in `sglang_basin/simulator/profiles/`.
 
-Other benchmarks run real engines: `surge_demo.py` (`make demo`), `gate_overhead.py`.
+*Stuck* means, on this page: in the last half hour of a run sessions leave at less than three quarters of the rate at
+which they come. *Goodput* and *within target* are the article's: a session counts if it took at most 4 times its
+unloaded time and at least 95 % of its decode steps met 50 ms.
+
+`surge_demo.py` (`make demo`) and `gate_overhead.py` measure real engines; `predictor_study.py` and
+`predictor_ablation.py` the peak predictor. They print their results themselves.
 """
 
 

@@ -1,6 +1,6 @@
 """Peak prediction, measured out of fold and printed beside what it must reach.
 
-    python benchmarks/predictor_study.py --traces DIR [--only NAME …] [--json OUT] [--quick]
+    python benchmarks/predictor_study.py --traces DIR [--only NAME …] [--json OUT] [--folds N] [--quick]
 
 DIR holds the recorded traces with task texts. Per trace: the serving model, the article's baseline and the
 alternatives with unseen tasks; with repeated tasks where there are any; the learning curve; what is lost without the
@@ -42,10 +42,10 @@ def basin(sessions: Sequence[Recorded]) -> Frozen:
     return Frozen(fit_model(sessions))
 
 
-def study(name: str, sessions: list[Recorded], *, quick: bool) -> dict[str, list[Score]]:
+def study(name: str, sessions: list[Recorded], *, quick: bool, most_folds: int) -> dict[str, list[Score]]:
     """Each line of the study by its name. Few groups, many folds: otherwise the folds' differing means, which always
     lean against the held-out tasks, hide the order of sessions across folds."""
-    folds = min(20 if len(sessions) < 200 else 6, len({session.group for session in sessions}))
+    folds = min(most_folds if len(sessions) < 200 else 6, most_folds, len({session.group for session in sessions}))
     found: dict[str, list[Score]] = {}
 
     def run(label: str, sessions: list[Recorded], method: Method, *, grouped: bool = True, share: float = 1.0) -> None:
@@ -136,12 +136,13 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
     parser.add_argument("--only", nargs="+", default=TRACES, metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--folds", type=int, default=20, metavar="N", help="at most; large traces take 6 (20)")
     parser.add_argument("--quick", action="store_true", help="the serving model and the baseline alone")
     options = parser.parse_args()
     results, lines = {}, []
     for name in options.only:
         sessions = read_recorded(options.traces / f"{name}.jsonl.gz")
-        found = study(name, sessions, quick=options.quick)
+        found = study(name, sessions, quick=options.quick, most_folds=options.folds)
         results[name] = {label: [dataclasses.asdict(one) for one in scores] for label, scores in found.items()}
         lines += verdicts(name, found)
         if options.json is not None:

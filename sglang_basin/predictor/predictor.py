@@ -116,6 +116,8 @@ class TrainedPredictor:
 
     def _predict(self, session: Session, model: PeakModel) -> Prediction:
         followed = self._follow(session.session_id)
+        if session.calls_seen < followed.history.calls:  # another session of the same name
+            followed.history, followed.guesses, followed.prediction = History(), [], None
         if not followed.history.advance(session.calls_seen, session.context_tokens) and followed.prediction:
             return followed.prediction
         guess = model.guess(followed.history, followed.subject)

@@ -77,6 +77,16 @@ def test_its_table_is_bounded(model):
     assert predictor.counts.failures == 0
 
 
+def test_a_name_used_again_starts_anew(model):
+    predictor = TrainedPredictor(model)
+    fresh = predictor.predict(at(2000, name="other"))
+    for call in range(1, 20):
+        predictor.predict(at(2000 * call, call))
+    assert predictor.predict(at(2000, 1)) == fresh
+    predictor.learn(at(2000, 1))
+    assert predictor.counts.failures == 0
+
+
 def test_one_guess_is_kept_per_stage(model):
     predictor = TrainedPredictor(model)
     for call in range(1, 3000):

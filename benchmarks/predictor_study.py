@@ -100,15 +100,16 @@ def verdicts(name: str, found: dict[str, list[Score]]) -> list[str]:
 
 
 def speed(model: PeakModel, sessions: Sequence[Recorded]) -> list[str]:
+    """In the thread's own CPU time: what other processes of the machine take is not the predictor's."""
     text = " ".join(session.text or "fix the parser of nested lists" for session in sessions)
     firsts, updates, learns = [], [], []
     for number in range(1000):
         predictor = TrainedPredictor(model)
         task_text = text[number : number + 8000]
-        started = time.perf_counter_ns()
+        started = time.thread_time_ns()
         predictor.describe("s", text=task_text, agent="agent", model="model")
         predictor.predict(Session("s", 0.0, 5000, 0.0, calls_seen=1, first_tokens=5000))
-        firsts.append(time.perf_counter_ns() - started)
+        firsts.append(time.thread_time_ns() - started)
     predictor = TrainedPredictor(model)
     for number, session in enumerate(sessions[:100]):
         policy = Session(str(number), 0.0, 0, 0.0)
@@ -117,14 +118,15 @@ def speed(model: PeakModel, sessions: Sequence[Recorded]) -> list[str]:
             for context in (prompt, prompt + output):
                 policy.context_tokens = context
                 policy.peak_tokens = max(policy.peak_tokens, context)
-                started = time.perf_counter_ns()
+                started = time.thread_time_ns()
                 predictor.predict(policy)
-                updates.append(time.perf_counter_ns() - started)
-        started = time.perf_counter_ns()
+                updates.append(time.thread_time_ns() - started)
+        started = time.thread_time_ns()
         predictor.learn(policy)
-        learns.append(time.perf_counter_ns() - started)
+        learns.append(time.thread_time_ns() - started)
     first, later, learn = np.array(firsts) / 1e6, np.array(updates) / 1e3, np.array(learns) / 1e3
     return [
+        "CPU time",
         f"first call, 8,000 characters: median {np.median(first):.2f} ms, p99 {np.quantile(first, 0.99):.2f} ms (≤ 2)",
         f"later calls: median {np.median(later):.0f} µs, p99 {np.quantile(later, 0.99):.0f} µs (≤ 50)",
         f"learning a session: median {np.median(learn):.0f} µs",

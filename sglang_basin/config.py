@@ -126,6 +126,15 @@ OPTIONS: tuple[Option, ...] = (
         check=_between(1, 50000),
     ),
     Option(
+        name="record",
+        parse=str,
+        types=(str, type(None)),
+        default=None,
+        help="file that prefill's door writes what it is told and answers to, one JSON line each, up to 256 MiB; "
+        "`sglang_basin.policy.recording.replay` runs it again",
+        why="unset: for development and for reporting a surprise; it names sessions",
+    ),
+    Option(
         name="max_live_sessions",
         parse=int,
         types=(int,),
@@ -150,6 +159,7 @@ class BasinConfig:
     hold_limit_s: float = 240.0
     control_host: str | None = None
     control_port_offset: int = 1000
+    record: str | None = None
     max_live_sessions: int = 100_000
 
     def __post_init__(self) -> None:

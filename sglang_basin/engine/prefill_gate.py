@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang_basin.config import BasinConfig
+from sglang_basin.config import BasinConfig, ConfigError
 from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import PrefillEnd
@@ -29,14 +29,22 @@ from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Reason, Refuse
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.prediction import PeaksSeen
+from sglang_basin.policy.recording import RecordedDoor
 from sglang_basin.policy.reservation import law_named
+
+POLL_EVERY_S = 1.0
+"""The door is asked whose wait is over after every change, and this often for those that time alone ends."""
 
 
 class PrefillGate:
     """Holds calls of sessions that may not enter yet. One per prefill instance (or unified server), on rank 0."""
 
     def __init__(
-        self, door: Door, control: PrefillEnd | None, answer: Answer, clock: Callable[[], float] = time.monotonic
+        self,
+        door: Door | RecordedDoor,
+        control: PrefillEnd | None,
+        answer: Answer,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`control` is None for a unified server, which has no decode instances."""
         self.door = door
@@ -49,6 +57,8 @@ class PrefillGate:
         self._askers: dict[str, bytes] = {}  # call id -> the decode gate that waits for a verdict
         self._gates: set[bytes] = set()  # every decode gate heard of
         self._dropped_rooms: list[int] = []
+        self._changed = False  # something happened at the door since the last poll
+        self._next_poll_s = 0.0
         self._next_show_s = 0.0
 
     @classmethod
@@ -64,7 +74,7 @@ class PrefillGate:
                 import zmq
 
                 scheduler.idle_sleeper.poller.register(control.socket, zmq.POLLIN)
-        door = Door(
+        door: Door | RecordedDoor = Door(
             DoorSettings(
                 idle_timeout_s=config.idle_timeout_s,
                 hold_limit_s=config.hold_limit_s,
@@ -75,6 +85,8 @@ class PrefillGate:
             budget=Budget(BudgetSettings(fixed_tokens=config.budget_tokens), scheduler.max_total_num_tokens),
             predictor=PeaksSeen(),
         )
+        if config.record is not None:
+            door = RecordedDoor(door, _recording(config.record))
         return cls(door, control, scheduler_answer(scheduler))
 
     def __repr__(self) -> str:
@@ -91,9 +103,12 @@ class PrefillGate:
             for peer, message in self.control.receive():
                 self._hear(peer, message, now_s)
         self._turn.judge_all(lambda request: self._take(request, now_s))
-        for outcome in self.door.poll(now_s):
-            self._conclude(outcome)
-        self._tell_ended()
+        if self._changed or requests or now_s >= self._next_poll_s:
+            self._changed = False
+            self._next_poll_s = now_s + POLL_EVERY_S
+            for outcome in self.door.poll(now_s):
+                self._conclude(outcome)
+            self._tell_ended()
         if self._dropped_rooms:
             self._turn.go_on(DroppedRooms(tuple(self._dropped_rooms)))
             self._dropped_rooms.clear()
@@ -106,6 +121,7 @@ class PrefillGate:
         known = self._inside.pop(request.rid, None)
         if known is None:
             return
+        self._changed = True
         now_s = self._clock()
         if self.control is None:
             self.door.finish(known, len(request.output_ids), now_s)
@@ -193,6 +209,7 @@ class PrefillGate:
 
     def _hear(self, peer: bytes, message: messages.FromDecode, now_s: float) -> None:
         self._gates.add(peer)
+        self._changed = True
         if isinstance(message, messages.Ask):
             call = str(message.room)
             decision = self.door.call(
@@ -228,6 +245,14 @@ class PrefillGate:
     def _send(self, peer: bytes, message: messages.FromPrefill) -> None:
         if self.control is None or not self.control.send(peer, message):
             self._gates.discard(peer)
+
+
+def _recording(path: str) -> Callable[[str], Any]:
+    """Where lines of a recording go: the end of a file, line by line. Raises ConfigError."""
+    try:
+        return open(path, "a", buffering=1, encoding="utf-8").write
+    except OSError as error:
+        raise ConfigError(f"--basin-record {path}: {error.strerror}") from None
 
 
 def _failed(request: Any) -> bool:

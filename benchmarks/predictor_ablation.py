@@ -22,6 +22,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -100,7 +101,7 @@ def goodput(
     predictor_name: str,
     model: PeakModel,
     tasks_again: bool,
-    law: dict[str, object],
+    law: dict[str, Any],
 ) -> float:
     """Sessions per hour within the target."""
     plan = build_plan(sessions, arrivals, seed)
@@ -115,11 +116,12 @@ def goodput(
     def door() -> Door:
         options = dict(law)
         peak_share = options.pop("peak_share", 0.5)
+        order = SizeAwareOrder(options.pop("order_tokens_per_s", 30.0))
         return Door(
             DoorSettings(idle_timeout_s=600.0, hold_limit_s=1e9, ticket_grace_s=60.0, peak_share=peak_share),
             law=law_named(**options),
             budget=Budget(BudgetSettings(), profile.capacity_tokens),
-            order=SizeAwareOrder(30.0),
+            order=order,
             predictor=predictor(),
         )
 
@@ -128,7 +130,7 @@ def goodput(
     return summarize(log, unloaded_s, Target()).goodput_per_hour
 
 
-LAWS: dict[str, dict[str, object]] = {
+LAWS: dict[str, dict[str, Any]] = {
     "current": {"name": "current"},
     "partial 0.25 of P50": {"name": "partial", "alpha": 0.25, "share": 0.5},
     "partial 0.25 of P25": {"name": "partial", "alpha": 0.25, "share": 0.25},
@@ -136,6 +138,10 @@ LAWS: dict[str, dict[str, object]] = {
     "partial 0.5 of P50": {"name": "partial", "alpha": 0.5, "share": 0.5},
     "peak, P50": {"name": "peak", "share": 0.5},
     "peak, P25": {"name": "peak", "share": 0.25},
+    "partial 0.5 of P25, r 60": {"name": "partial", "alpha": 0.5, "share": 0.25, "order_tokens_per_s": 60.0},
+    "partial 0.5 of P25, r 15": {"name": "partial", "alpha": 0.5, "share": 0.25, "order_tokens_per_s": 15.0},
+    "partial 0.5 of P25, r 8": {"name": "partial", "alpha": 0.5, "share": 0.25, "order_tokens_per_s": 8.0},
+    "partial 0.5 of P25, by P75": {"name": "partial", "alpha": 0.5, "share": 0.25, "peak_share": 0.75},
     "multiplex": {"name": "multiplex"},
 }
 
@@ -182,10 +188,10 @@ def main() -> int:
     means = {law: {name: statistics.mean(found) for name, found in results[law].items()} for law in options.laws}
     best = max(of_law.get("oracle", 0.0) for of_law in means.values())
     print(
-        f"{'law':22s} " + " ".join(f"{name:>9s}" for name in options.predictors) + "  trained / oracle, / best oracle"
+        f"{'law':28s} " + " ".join(f"{name:>9s}" for name in options.predictors) + "  trained / oracle, / best oracle"
     )
     for law, of_law in means.items():
-        line = f"{law:22s} " + " ".join(f"{of_law[name]:9.1f}" for name in options.predictors)
+        line = f"{law:28s} " + " ".join(f"{of_law[name]:9.1f}" for name in options.predictors)
         if {"trained", "oracle"} <= of_law.keys():
             line += f"  {of_law['trained'] / of_law['oracle']:16.3f}  {of_law['trained'] / best:13.3f}"
         print(line)

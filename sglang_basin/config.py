@@ -104,7 +104,7 @@ OPTIONS: tuple[Option, ...] = (
         parse=float,
         types=(float, int),
         default=240.0,
-        help="a call waits at the door at most this long, then is answered 503 with Retry-After",
+        help="a call waits at the door at most this long, then is answered 503 with the reason and when to come back",
         why="below the time-outs of coding clients (300 s and more), so that the answer still reaches them",
         check=_between(0.0, 3600.0),
     ),

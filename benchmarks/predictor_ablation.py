@@ -130,6 +130,7 @@ def goodput(
     return summarize(log, unloaded_s, Target()).goodput_per_hour
 
 
+# r, in tokens a second, and the quantile after the comma are the order's: its default is 30 by P50.
 LAWS: dict[str, dict[str, Any]] = {
     "current": {"name": "current"},
     "partial 0.25 of P50": {"name": "partial", "alpha": 0.25, "share": 0.5},
@@ -138,10 +139,22 @@ LAWS: dict[str, dict[str, Any]] = {
     "partial 0.5 of P50": {"name": "partial", "alpha": 0.5, "share": 0.5},
     "peak, P50": {"name": "peak", "share": 0.5},
     "peak, P25": {"name": "peak", "share": 0.25},
-    "partial 0.5 of P25, r 60": {"name": "partial", "alpha": 0.5, "share": 0.25, "order_tokens_per_s": 60.0},
     "partial 0.5 of P25, r 15": {"name": "partial", "alpha": 0.5, "share": 0.25, "order_tokens_per_s": 15.0},
     "partial 0.5 of P25, r 8": {"name": "partial", "alpha": 0.5, "share": 0.25, "order_tokens_per_s": 8.0},
-    "partial 0.5 of P25, by P75": {"name": "partial", "alpha": 0.5, "share": 0.25, "peak_share": 0.75},
+    "partial 0.5 of P25, r 8 P75": {
+        "name": "partial",
+        "alpha": 0.5,
+        "share": 0.25,
+        "order_tokens_per_s": 8.0,
+        "peak_share": 0.75,
+    },
+    "partial 0.5 of P10, r 8 P75": {
+        "name": "partial",
+        "alpha": 0.5,
+        "share": 0.1,
+        "order_tokens_per_s": 8.0,
+        "peak_share": 0.75,
+    },
     "multiplex": {"name": "multiplex"},
 }
 

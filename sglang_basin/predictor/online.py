@@ -134,8 +134,16 @@ class Calibration:
         return np.array(self._scores)
 
 
-def fit_scores(stages: npt.NDArray[Any], errors: npt.NDArray[Any], weights: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The (STAGES, SHARES) scores of out-of-fold errors. A stage with few rows borrows from its neighbours."""
+ENOUGH_ROWS = 60
+
+
+def fit_scores(
+    stages: npt.NDArray[Any], errors: npt.NDArray[Any], weights: npt.NDArray[Any], groups: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """The (STAGES, SHARES) scores of out-of-fold errors. A stage with few rows borrows from its neighbours.
+
+    `groups` numbers the rows' tasks: rows of one task stand or fall together, so it is tasks that are counted.
+    """
     scores = np.zeros((STAGES, len(SHARES)))
     for at_stage in range(STAGES):
         for reach in range(STAGES):
@@ -143,24 +151,22 @@ def fit_scores(stages: npt.NDArray[Any], errors: npt.NDArray[Any], weights: npt.
             if near.sum() >= ENOUGH_ROWS or near.all():
                 break
         if near.any():
-            scores[at_stage] = weighted_quantiles(errors[near], weights[near], SHARES)
+            scores[at_stage] = weighted_quantiles(errors[near], weights[near], SHARES, len(np.unique(groups[near])))
         else:
             scores[at_stage] = (-1.28, -0.67, 0.0, 0.67, 1.28)
     return scores
 
 
-ENOUGH_ROWS = 60
-
-
 def weighted_quantiles(
-    values: npt.NDArray[Any], weights: npt.NDArray[Any], shares: Sequence[float]
+    values: npt.NDArray[Any], weights: npt.NDArray[Any], shares: Sequence[float], count: int
 ) -> npt.NDArray[np.float64]:
-    """The smallest value below or at which a share (n + 1) / n of the weight lies (the conformal correction)."""
+    """The smallest value up to which a part share · (count + 1) / count of the weight lies: the conformal correction
+    for `count` independent observations, after which a new one is below with at least the wanted probability."""
     order = np.argsort(values)
     below = np.cumsum(weights[order]) / weights.sum()
-    count = len(values)
     wanted = np.minimum(np.asarray(shares) * (count + 1) / count, 1.0)
-    return np.asarray(values[order][np.minimum(np.searchsorted(below, wanted - 1e-12), count - 1)], dtype=np.float64)
+    places = np.minimum(np.searchsorted(below, wanted - 1e-12), len(values) - 1)
+    return np.asarray(values[order][places], dtype=np.float64)
 
 
 def ascending(values: Sequence[float]) -> bool:

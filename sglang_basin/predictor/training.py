@@ -48,6 +48,8 @@ class Prepared:
     weights: Floats
     stages: npt.NDArray[np.int64]
     folds: npt.NDArray[np.int64]
+    groups: npt.NDArray[np.int64]
+    """The number of the row's task."""
     log_peaks: Floats
     """Per session."""
     text: TextScore | None
@@ -97,7 +99,7 @@ def fit_model(sessions: Sequence[Recorded], settings: TrainingSettings | None = 
         trend.scaled(weight),
         line.scaled(weight),
         forest.scaled(weight),
-        Calibration(fit_scores(rows.stages, errors, rows.weights), settings.online.calibration_step),
+        Calibration(fit_scores(rows.stages, errors, rows.weights, rows.groups), settings.online.calibration_step),
         rows.text,
         shares=shares.tolist(),
         log_peak=float(rows.log_peaks.mean()),
@@ -172,6 +174,8 @@ def _rows(
     weights: list[float] = []
     stages: list[int] = []
     row_folds: list[int] = []
+    row_groups: list[int] = []
+    numbers: dict[str, int] = {}
     for index, session in enumerate(sessions):
         history = History()
         characters = 0 if session.task is None or unknown[index] else session.task.characters
@@ -189,12 +193,14 @@ def _rows(
         targets += [max(0.0, float(log_peaks[index]) - row[0]) for row in values[start:]]
         weights += [row_weight(count)] * count
         row_folds += [int(folds[index])] * count
+        row_groups += [numbers.setdefault(session.group, len(numbers))] * count
     return Prepared(
         values=np.array(values),
         targets=np.array(targets),
         weights=np.array(weights),
         stages=np.array(stages),
         folds=np.array(row_folds),
+        groups=np.array(row_groups),
         log_peaks=log_peaks,
         text=text,
         kins=kins,

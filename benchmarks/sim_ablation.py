@@ -59,6 +59,7 @@ class Variant:
     name: str
     options: dict[str, str]
     lends: bool = True
+    policy: str = "basin"
 
 
 def variant(part: str, name: str, lends: bool = True, **options: str) -> Variant:
@@ -72,9 +73,13 @@ VARIANTS = (
     variant("admission", "current context", law="current"),
     variant("admission", "half of the way to the peak", law="partial", alpha="0.5"),
     variant("admission", "statistical multiplexing", law="multiplex"),
-    variant("order", "by arrival", order="arrival"),
+    variant("order", "by arrival of sessions", order="arrival"),
+    variant("order", "r = 30", order_tokens_per_s="30"),
+    variant("admission and order", "none, by arrival of sessions", enabled="false", order="arrival"),
+    Variant("admission and order", "none, by arrival of calls (stock that lends)", {}, policy="stock"),
     variant("lending", "none", lends=False),
     variant("lending and admission", "none", lends=False, enabled="false"),
+    Variant("lending, admission and order", "none (stock)", {}, lends=False, policy="stock"),
     variant("budget", "fixed", band="0"),
     variant("budget", "band 0.1", band="0.1"),
     variant("budget", "band 0.3", band="0.3"),
@@ -94,7 +99,7 @@ def main() -> None:
     chosen = VARIANTS[:3] if options.quick else VARIANTS
     keys = [(one.part, one.name, load.name, seed) for one in chosen for load in loads for seed in options.seeds]
     cases = [
-        (load if one.lends else dataclasses.replace(load, changes={})).case("basin", one.options, seed)
+        (load if one.lends else dataclasses.replace(load, changes={})).case(one.policy, one.options, seed)
         for one in chosen
         for load in loads
         for seed in options.seeds

@@ -35,7 +35,7 @@ LOADS = (("below its limit", 2.2), ("at its limit", 3.0), ("above its limit", 4.
 ARMS: dict[str, Settings] = {
     "Basin": dict(BASIN),
     "Basin, order by arrival": BASIN | {"order": "arrival"},
-    "Basin, r = 10": BASIN | {"order_tokens_per_s": "10"},
+    "Basin, r = 30": BASIN | {"order_tokens_per_s": "30"},
     "Basin, oracle": BASIN | {"rank_correlation": "1"},
     "Basin, learns online": dict(BASIN_ONLINE),
     "order alone, no admission": BASIN | {"budget_factor": "100"},

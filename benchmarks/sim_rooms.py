@@ -126,13 +126,13 @@ MEASURED_ERROR = {"predictor": "oracle", "rank_correlation": "0.56"}
 """Peaks blurred to the lower of the two rank correlations that the article measured for its trained predictor."""
 ONLINE = {"predictor": "seen"}
 """The engine's own predictor, which starts with nothing and learns from sessions that end."""
-DEFAULT = {"law": "peak", "band": "0.8", "order": "size"}
+DEFAULT = {"law": "peak", "band": "0.8", "order": "size", "order_tokens_per_s": "10"}
 """The defaults of `BasinOptions`, written out: chosen by `sim_law.py`, and a test holds that they are the same."""
 BASIN = DEFAULT | MEASURED_ERROR
-PROPOSED = {"law": "partial", "alpha": "0.75", "band": "0.3", "order": "size"} | MEASURED_ERROR
+PROPOSED = BASIN | {"law": "partial", "alpha": "0.75", "band": "0.3"}
 """With `Tried(shared_once=True)`: what `sim_law.py` found best, were the door to count a shared prefix once."""
 BASIN_ONLINE = DEFAULT | ONLINE
-ARTICLE = {"law": "peak", "order": "size", "band": "0.1"} | MEASURED_ERROR
+ARTICLE = {"law": "peak", "order": "size", "order_tokens_per_s": "30", "band": "0.1"} | MEASURED_ERROR
 """The article's full design: each session's predicted peak reserved, size-aware order, the budget within a small band;
 with lending where the deployment lends."""
 

@@ -8,6 +8,7 @@ an hour within target against 138 without the surge.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 
 from matplotlib.figure import Figure as Plot
@@ -16,6 +17,7 @@ from sim_rooms import (
     CODE_SMALL,
     COUNTED_S,
     TAIL_S,
+    Case,
     Figure,
     Finding,
     Table,
@@ -36,6 +38,12 @@ SURGES = {"none": None, "+33 %": 0.33, "+100 %": 1.0}
 ARMS = {"stock": "stock", "Basin": "basin"}
 END_S = COUNTED_S + TAIL_S
 NEAR = "the tipping point is so near that chance decides; "
+
+
+def even_pace(extra: float | None, seed: int) -> Case:
+    """Stock, with sessions that come one after the other at an even pace: chance only draws which ones."""
+    one = case(CODE_SMALL, profile="h100-1p1d", policy="stock", rate_per_min=RATE_PER_MIN, extra=extra, seed=seed)
+    return dataclasses.replace(one, settings=dataclasses.replace(one.settings, process="fixed"))
 
 
 def main() -> None:
@@ -61,6 +69,10 @@ def main() -> None:
     def goodput(arm: str, extra: str) -> list[float]:
         return [result["summary"]["goodput_per_hour"] for result in each(arm, extra)]
 
+    even_keys = [(extra, seed) for extra in SURGES if extra != "none" for seed in options.seeds]
+    even = dict(
+        zip(even_keys, run_all([even_pace(SURGES[e], seed) for e, seed in even_keys], options.jobs), strict=True)
+    )
     seeds = len(options.seeds)
     stuck = [result for result in each("stock", "+100 %") if result["end"]["stuck"]]
     escaped_small = [r for r in each("stock", "+33 %") if not r["end"]["stuck"]]
@@ -148,6 +160,19 @@ def main() -> None:
         for arm in ARMS
         for extra in SURGES
     ]
+    for extra in dict.fromkeys(extra for extra, _ in even):
+        mine = [even[extra, seed] for seed in options.seeds]
+        rows.append(
+            [
+                "stock, even pace",
+                extra,
+                spread([r["summary"]["goodput_per_hour"] for r in mine]),
+                spread([r["summary"]["offered_per_hour"] for r in mine]),
+                spread(known(r["end"]["hit_rate"] for r in mine), ".2f"),
+                spread([r["summary"]["first_call_wait_p50_s"] for r in mine], ".1f"),
+                f"{sum(r['end']['stuck'] for r in mine)} of {seeds}",
+            ]
+        )
     columns = ["policy", "surge", "goodput/h", "offered/h", "hit rate at the end", "first wait p50, s", "stuck"]
     plot = Plot(figsize=(9, 5.4), layout="constrained")
     for place, (name, title) in enumerate(
@@ -187,7 +212,7 @@ def main() -> None:
         ),
         options,
         [CODE_SMALL],
-        len(cases),
+        len(cases) + len(even),
     )
 
 

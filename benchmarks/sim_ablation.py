@@ -18,11 +18,13 @@ from sim_rooms import (
     CODE,
     GRID,
     LEND,
+    PROPOSED,
     TERMINAL,
     Figure,
     Finding,
     Scenario,
     Table,
+    Tried,
     geometric_mean,
     holds,
     known,
@@ -60,6 +62,7 @@ class Variant:
     options: dict[str, str]
     lends: bool = True
     policy: str = "basin"
+    tried: Tried = Tried()  # noqa: RUF009 - frozen
 
 
 def variant(part: str, name: str, lends: bool = True, **options: str) -> Variant:
@@ -89,6 +92,7 @@ VARIANTS = (
     variant("prediction", "none (present context)", predictor="none"),
     variant("prediction and law", "oracle, half of the way", rank_correlation="1", law="partial"),
     variant("prediction and law", "bare distribution, half of the way", rank_correlation="0", law="partial"),
+    Variant("the door", "shared once (proposed)", PROPOSED, tried=Tried(shared_once=True)),
     Variant("prediction and law", "learns online, half of the way", BASIN_ONLINE | {"law": "partial"}),
 )
 
@@ -99,7 +103,7 @@ def main() -> None:
     chosen = VARIANTS[:3] if options.quick else VARIANTS
     keys = [(one.part, one.name, load.name, seed) for one in chosen for load in loads for seed in options.seeds]
     cases = [
-        (load if one.lends else dataclasses.replace(load, changes={})).case(one.policy, one.options, seed)
+        (load if one.lends else dataclasses.replace(load, changes={})).case(one.policy, one.options, seed, one.tried)
         for one in chosen
         for load in loads
         for seed in options.seeds
@@ -128,13 +132,17 @@ def main() -> None:
                 ", ".join(stuck) or "-",
             ]
         )
-    better = [(one, relative) for one, relative in scored if relative > 1.01 and one.name != "oracle"]
+    better = [(one, relative) for one, relative in scored if relative > 1.01 and "oracle" not in one.name]
     figures = [
         Figure(
             what="a part whose removal or replacement (oracle aside) gains more than 1 %",
             article="-",
             ours=", ".join(f"{one.part}: {one.name} (x{relative:.2f})" for one, relative in better) or "none",
             holds=holds(not better, False),
+            cause="these loads all lend, and half of them share nothing: there the wide band that the default owes to "
+            "the shared prefixes of the others (see the law study), lets the budget overshoot"
+            if better
+            else "",
         )
     ]
     plot = Plot(figsize=(8, 0.27 * len(scored) + 0.9), layout="constrained")

@@ -11,6 +11,7 @@ cache): never-collapsed runs hit 0.81 to 0.93, collapsed ones 0.26 to 0.37.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from typing import Any
 
 from matplotlib.figure import Figure as Plot
@@ -139,6 +140,8 @@ def main() -> None:
 
     rows, figures = [], []
     numbers: dict[str, Any] = {}
+    seen: dict[str, tuple[float, float, float, float]] = {}
+    """Share of the time in the high and in the low state, and the median hit rate of each."""
     for stand in stands:
         for multiple in sorted({key[1] for key in keys if key[0] == stand.name}):
             held = [
@@ -149,25 +152,48 @@ def main() -> None:
                 for c in (False, True)
             ]
             fresh, fallen = (measured("hit_rate", stand, multiple, c) for c in (False, True))
-            numbers[f"{stand.name} x {multiple}"] = {"never": fresh, "collapsed": fallen}
-            rows.append([stand.name, f"{multiple}", *held, spread(fresh, ".2f"), spread(fallen, ".2f")])
-    widest = max(numbers.items(), key=lambda item: min(item[1]["never"]) - max(item[1]["collapsed"]))
-    asked = next((name for name in numbers if name == "code, host tier x 1.5"), widest[0])
-    for name, article in ((asked, "0.81 to 0.93 against 0.26 to 0.37"), (widest[0], "-")):
-        one_number = numbers[name]
-        apart = min(one_number["never"]) - max(one_number["collapsed"])
-        figures.append(
-            Figure(
-                what=f"hit rate, never collapsed against collapsed, {name} the cache",
-                article=article,
-                ours=f"{spread(one_number['never'], '.2f')} against {spread(one_number['collapsed'], '.2f')}",
-                holds=holds(apart > 0.3, apart > 0.05),
-                cause="the multiple at which both states exist is lower than the article's; above it the deployment "
-                "collapses without any surge, below it recovers by itself (table)",
+            rates = [
+                rate
+                for c in (False, True)
+                for seed in options.seeds
+                for at_s, rate in _hits(results[stand.name, multiple, c, seed])
+                if at_s >= (MEASURED_FROM_S if c else OPEN_TO_S)
+            ]
+            high, low = [r for r in rates if r >= 0.6], [r for r in rates if r < 0.6]
+            states = (
+                len(high) / len(rates),
+                len(low) / len(rates),
+                statistics.median(high) if high else 0.0,
+                statistics.median(low) if low else 0.0,
             )
+            seen[f"{stand.name} x {multiple}"] = states
+            numbers[f"{stand.name} x {multiple}"] = {"never": fresh, "collapsed": fallen}
+            rows.append(
+                [stand.name, f"{multiple}", *held, spread(fresh, ".2f"), spread(fallen, ".2f"), f"{states[1]:.0%}"]
+            )
+    both = {name: states for name, states in seen.items() if min(states[0], states[1]) >= 0.1}
+    name = max(both, key=lambda key: min(both[key][:2])) if both else None
+    figures.append(
+        Figure(
+            what="hit rates of the two states at one working set" + (f", {name} the cache" if name else ""),
+            article="0.81 to 0.93 against 0.26 to 0.37 (1.6 to 1.7 times the cache)",
+            ours=f"{both[name][2]:.2f} against {both[name][3]:.2f}" if name else "one state only",
+            holds=holds(False, name is not None),
+            cause="both states exist at one working set, but neither is kept for as long as the article reports: "
+            "chance takes the deployment from one to the other within tens of minutes (plot), as forty to eighty sessions "
+            "share the cache; up to 1.4 times the cache a collapsed one is back soon after its working set is",
         )
-        if asked == widest[0]:
-            break
+    )
+    remembered = max(abs(min(n["never"]) - max(n["collapsed"])) for n in numbers.values())
+    figures.append(
+        Figure(
+            what="largest difference in mean hit rate that a collapse an hour and a half ago still makes",
+            article="0.5",
+            ours=f"{remembered:.2f}",
+            holds=holds(remembered > 0.3, False),
+            cause="as above; whether the article's runs held their working set, as these do, is not known to us",
+        )
+    )
     plot = Plot(figsize=(4 * len(stands) + 1, 3.4), layout="constrained")
     for place, stand in enumerate(stands, start=1):
         axes = plot.add_subplot(1, len(stands), place)
@@ -198,8 +224,8 @@ def main() -> None:
             figures=figures,
             tables=[
                 Table(
-                    title="Working set over cache, and hit rate",
-                    columns=["deployment", "limit", "held, never", "held, collapsed", "hits, never", "hits, collapsed"],
+                    title="Working set over cache and hit rate, never collapsed and after a collapse",
+                    columns=["deployment", "limit", "held", "held after", "hits", "hits after", "time in low state"],
                     rows=rows,
                 )
             ],
@@ -210,6 +236,11 @@ def main() -> None:
         [stand.workload for stand in stands],
         len(subjects),
     )
+
+
+def _hits(result: dict[str, Any]) -> list[tuple[float, float]]:
+    series = result["series"]
+    return [(at_s, r) for at_s, r in zip(series["at_s"], series["hit_rate"], strict=True) if r is not None]
 
 
 if __name__ == "__main__":

@@ -223,8 +223,8 @@ def main() -> None:
         notes.append(
             f"*What this says about the door.* Counting the shared prefix once ({best_changed}) gains {gain:+.1%} over "
             f"the default in the geometric mean, and its worst scenario is at {tested[best_changed][1]:.2f} of the "
-            f"best instead of {tested[DEFAULT.name][1]:.2f} (seed {first[0]}). Until the door can do that, a wide band does "
-            "most of it where much is shared, and overshoots where nothing is (terminal)."
+            f"best instead of {tested[DEFAULT.name][1]:.2f} (seed {first[0]}). Until the door can do that, a wide band "
+            "does most of it where much is shared, and overshoots where nothing is (terminal)."
         )
     plot = Plot(figsize=(9, 0.24 * len(early) + 1), layout="constrained")
     axes = plot.add_subplot()

@@ -85,6 +85,9 @@ def main() -> None:
     late_ttft_s = [result["summary"]["ttft_p99_s"] for result in stuck]
     lost_hits = known(result["end"]["hit_rate"] for result in stuck)
 
+    def stuck_evenly(extra: str) -> int:
+        return sum(even[extra, seed]["end"]["stuck"] for seed in options.seeds)
+
     figures = [
         Figure(
             what="base load, hit rate",
@@ -102,14 +105,15 @@ def main() -> None:
             what="stock after +33 %",
             article="recovers within 20 min",
             ours=f"recovers with {len(escaped_small)} of {seeds} seeds"
-            + (f", within {max(back_s) / 60:.0f} min" if back_s else ""),
+            + (f", within {max(back_s) / 60:.0f} min" if back_s else "")
+            + f"; at an even pace with {seeds - stuck_evenly('+33 %')}",
             holds=holds(len(escaped_small) == seeds, bool(escaped_small)),
             cause="" if len(escaped_small) == seeds else NEAR + _arrivals(each("stock", "+33 %")),
         ),
         Figure(
             what="stock after +100 %",
             article="never recovers",
-            ours=f"stuck with {len(stuck)} of {seeds} seeds",
+            ours=f"stuck with {len(stuck)} of {seeds} seeds; at an even pace with {stuck_evenly('+100 %')}",
             holds=holds(len(stuck) == seeds, bool(stuck)),
             cause="" if len(stuck) == seeds else NEAR + _arrivals(each("stock", "+100 %")),
         ),

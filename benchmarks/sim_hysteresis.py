@@ -180,7 +180,7 @@ def main() -> None:
             ours=f"{both[name][2]:.2f} against {both[name][3]:.2f}" if name else "one state only",
             holds=holds(False, name is not None),
             cause="both states exist at one working set, but neither is kept for as long as the article reports: "
-            "chance takes the deployment from one to the other within tens of minutes (plot), as forty to eighty sessions "
+            "chance takes the deployment from one to the other within tens of minutes (plot), as 40 to 80 sessions "
             "share the cache; up to 1.4 times the cache a collapsed one is back soon after its working set is",
         )
     )

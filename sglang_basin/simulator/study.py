@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
-import sglang_basin.policy
-import sglang_basin.simulator
+import sglang_basin
 from sglang_basin.replay.arrivals import ArrivalProfile, Surge
 from sglang_basin.replay.goodput import Target
 from sglang_basin.replay.plan import Plan, build_plan
@@ -106,11 +105,11 @@ def _content(path: Path) -> str:
 
 @functools.cache
 def code_digest() -> str:
-    """Of the sources of policies and simulator: results of other code are not taken for those of this one."""
+    """Of policies, predictor (its shipped model too) and simulator: other code's results do not count as its own."""
     made = hashlib.blake2b(digest_size=12)
-    for package in (sglang_basin.policy, sglang_basin.simulator):
-        root = Path(str(package.__file__)).parent
-        for path in sorted(root.rglob("*.py")):
+    root = Path(sglang_basin.__file__).parent
+    for package in ("policy", "predictor", "simulator"):
+        for path in sorted([*(root / package).rglob("*.py"), *(root / package).rglob("*.npz")]):
             made.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return made.hexdigest()
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import requests
 import zmq
-from conftest import BUDGET_TOKENS, HOLD_LIMIT_S, POOL_TOKENS, Stack
+from stack import BUDGET_TOKENS, HOLD_LIMIT_S, POOL_TOKENS, Stack
 
 pytestmark = pytest.mark.stack
 

@@ -8,7 +8,7 @@ import os
 import psutil
 import pytest
 import requests
-from conftest import Stack
+from stack import Stack
 
 pytestmark = pytest.mark.stack
 

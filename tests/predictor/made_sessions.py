@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import random
 
+from sglang_basin.predictor.forest import ForestSettings
 from sglang_basin.predictor.recorded import Recorded, kin_of
 from sglang_basin.predictor.text import read_task
+from sglang_basin.predictor.training import TrainingSettings
+
+SMALL = TrainingSettings(forest=ForestSettings(trees=16, depth=4, candidates=6))
+"""A forest that is fitted in a moment."""
 
 
 def made(count: int, *, seed: int = 1, factor: float = 1.0, first: str = "") -> list[Recorded]:

@@ -3,10 +3,9 @@ import random
 
 import numpy as np
 import pytest
-from conftest import SMALL
 from hypothesis import given
 from hypothesis import strategies as st
-from made_sessions import made
+from made_sessions import SMALL, made
 
 from sglang_basin.policy.prediction import SHARES
 from sglang_basin.predictor.baseline import Baseline

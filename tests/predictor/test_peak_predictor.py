@@ -4,8 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import SMALL
-from made_sessions import made
+from made_sessions import SMALL, made
 
 from sglang_basin.policy.prediction import PeaksSeen
 from sglang_basin.policy.sessions import Session

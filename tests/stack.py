@@ -1,0 +1,86 @@
+"""The real stacks that the test session shares: one prefill, one decode, a router, a tiny float32 model.
+
+`basin` runs with admission on and a budget of `BUDGET_TOKENS`; `stock` is plain SGLang of the same model, started
+only for the tests that compare the two. Logs stay under out/test-logs: look there when one of these fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+
+from sglang_basin.config import BasinConfig
+from sglang_basin.node import Node, NodeOptions, Ports, make_plan
+from sglang_basin.platforms.tiny_model import ModelSpec, build
+
+BUDGET_TOKENS = 2_000
+POOL_TOKENS = 16_000
+IDLE_TIMEOUT_S = 20.0
+HOLD_LIMIT_S = 12.0
+
+MODEL = ModelSpec(hidden=128, layers=2, vocab=2048, dtype="float32", seed=7)
+ENGINE_ARGUMENTS = ("--max-total-tokens", str(POOL_TOKENS), "--page-size", "16", "--enable-metrics")
+LOGS = Path(__file__).parent.parent / "out" / "test-logs"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running node and what tests do with it."""
+
+    node: Node
+
+    @property
+    def url(self) -> str:
+        return self.node.url
+
+    @property
+    def prefill_url(self) -> str:
+        return self.node.plan.of("prefill")[0].url
+
+    @property
+    def decode_url(self) -> str:
+        return self.node.plan.of("decode")[0].url
+
+    def metric(self, side: str, name: str, **labels: str) -> float:
+        """The sum of a metric's samples on one side ("prefill" or "decode") that carry these labels."""
+        text = requests.get((self.prefill_url if side == "prefill" else self.decode_url) + "/metrics", timeout=20).text
+        total = 0.0
+        for line in text.splitlines():
+            found = re.match(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", line)
+            if found and all(f'{key}="{value}"' in (found.group(1) or "") for key, value in labels.items()):
+                total += float(found.group(2))
+        return total
+
+    def until(self, done: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+        """Wait for a condition of the running stack; fails naming `what`."""
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+            self.node.check()
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def running(
+    name: str, config: BasinConfig | None, *, decode: int = 1, arguments: tuple[str, ...] = ()
+) -> Iterator[Stack]:
+    """A node of the test model, torn down by process group whatever happens."""
+    model = build(MODEL)
+    with Ports("127.0.0.1") as ports:
+        options = NodeOptions(
+            model_path=str(model),
+            decode=decode,
+            config=config,
+            engine_arguments=(*ENGINE_ARGUMENTS, *arguments),
+            port=0,
+            log_dir=LOGS / name,
+        )
+        with Node(make_plan(options, ports, sorted(os.sched_getaffinity(0))), ready_timeout_s=280) as node:
+            yield Stack(node)

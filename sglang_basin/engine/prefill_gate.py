@@ -15,7 +15,7 @@ from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import PrefillEnd
 from sglang_basin.engine.identity import stamped
-from sglang_basin.engine.metrics import SHOW_EVERY_S, log, metrics, show_door
+from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics, show_door
 from sglang_basin.engine.requests import (
     AbortReq,
     CloseSessionReqInput,
@@ -248,11 +248,20 @@ class PrefillGate:
 
 
 def _recording(path: str) -> Callable[[str], Any]:
-    """Where lines of a recording go: the end of a file, line by line. Raises ConfigError."""
+    """Where lines of a recording go: the end of a file, line by line. Raises ConfigError when it cannot be opened; a
+    write that fails later, on a full disk say, costs that line and nothing else."""
     try:
-        return open(path, "a", buffering=1, encoding="utf-8").write
+        file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the engine runs
     except OSError as error:
         raise ConfigError(f"--basin-record {path}: {error.strerror}") from None
+
+    def write(line: str) -> None:
+        try:
+            file.write(line)
+        except OSError:
+            fault("recording", "could not write to the recording; admission goes on without it")
+
+    return write
 
 
 def _failed(request: Any) -> bool:

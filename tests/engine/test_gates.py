@@ -18,15 +18,17 @@ from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput, Tokeni
 from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_basin.config import ConfigError
 from sglang_basin.engine import decode_gate, gate, messages
 from sglang_basin.engine.control import ControlError, DecodeEnd, PrefillEnd, address
 from sglang_basin.engine.decode_gate import DecodeGate
 from sglang_basin.engine.identity import ACTION_TYPE
 from sglang_basin.engine.metrics import metrics
-from sglang_basin.engine.prefill_gate import PrefillGate
+from sglang_basin.engine.prefill_gate import PrefillGate, _recording
 from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
+from sglang_basin.policy.recording import RecordedDoor
 from sglang_basin.policy.reservation import CurrentContext
 
 HOST = "127.0.0.1"
@@ -286,3 +288,19 @@ def test_a_gate_that_fails_in_mid_turn_loses_no_request(pair: Pair, monkeypatch:
     going_on = gate.pull(lambda self: coming, None)
     assert sorted(rids(going_on)) == ["p2", "p3", "p4", "p5"]
     assert gate.pull(lambda self: [7], None) == [7], "from then on SGLang is left alone"
+
+
+def test_a_recording_on_a_full_disk_costs_its_lines_and_no_decision(pair: Pair) -> None:
+    """Regression: the write's error came out of the door, and admission gave up."""
+    pair.prefill.door = RecordedDoor(pair.prefill.door, _recording("/dev/full"))
+    faults = metrics().faults.labels("recording")
+    before = faults._value.get()
+    pair.enter("a", 1, 101)
+    pair.prefill.pass_on([pair.call("b", 2, side="p")])
+    assert pair.prefill.door.state().held_calls == 1
+    assert faults._value.get() > before
+
+
+def test_a_recording_that_cannot_be_opened_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--basin-record /nowhere/door\.jsonl"):
+        _recording("/nowhere/door.jsonl")

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Literal
 
 import sglang_basin
 from sglang_basin.config import BasinConfig
-from sglang_basin.engine.flags import CPU_PLATFORM, PLUGIN
+from sglang_basin.engine.flags import PLUGIN
 from sglang_basin.node.ports import is_free
+from sglang_basin.platforms.profiles import CPU_PLATFORM
 
 if TYPE_CHECKING:
     from sglang_basin.engine.hooks import Hook

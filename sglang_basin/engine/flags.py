@@ -19,12 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_basin.config import BasinConfig, ConfigError
+from sglang_basin.platforms.profiles import CPU_PLATFORM
 
 PLUGIN = "basin"
 """Basin's entry point in the group `sglang.srt.plugins`; without it no hook is registered."""
-
-CPU_PLATFORM = "basin_cpu"
-"""Basin's entry point in the groups `sglang.srt.platforms` and `sglang.srt.plugins`."""
 
 MODE_FLAG = "--disaggregation-mode"
 MODE_ALIAS = "--disagg-mode"

@@ -11,37 +11,34 @@ ratio with a bootstrap interval, and writes JSON. The bound in the project's ter
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import requests
 
 from sglang_basin.config import BasinConfig
-from sglang_basin.node import Node, NodeOptions, Ports, make_plan
+from sglang_basin.node import Node, NodeOptions, running_node
 from sglang_basin.platforms.tiny_model import ModelSpec, build
 
 MODEL = ModelSpec(hidden=256, layers=4, vocab=2048, dtype="bfloat16", seed=7)
 
 
-@contextlib.contextmanager
-def running(name: str, config: BasinConfig | None, logs: Path) -> Iterator[Node]:
-    with Ports("127.0.0.1") as ports:
-        options = NodeOptions(
+def running(name: str, config: BasinConfig | None, logs: Path) -> AbstractContextManager[Node]:
+    return running_node(
+        NodeOptions(
             model_path=str(build(MODEL)),
             config=config,
             engine_arguments=("--max-total-tokens", "60000", "--page-size", "16"),
             port=0,
             log_dir=logs / name,
         )
-        with Node(make_plan(options, ports, sorted(os.sched_getaffinity(0)))) as node:
-            yield node
+    )
 
 
 def ttft_s(client: requests.Session, url: str, ids: list[int], session: str) -> float:

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.metadata
-import os
 import platform
 import signal
 import sys
@@ -31,7 +30,7 @@ import requests
 from rich.console import Console
 
 from sglang_basin.config import BasinConfig, ConfigError, split_flags
-from sglang_basin.node import ChildDied, Node, NodeOptions, NotReady, Ports, make_plan
+from sglang_basin.node import ChildDied, Node, NodeOptions, NotReady, running_node
 from sglang_basin.platforms.tiny_model import ModelSpec, build
 from sglang_basin.replay import (
     ArrivalProfile,
@@ -98,24 +97,22 @@ class Demo:
         return BasinConfig(idle_timeout_s=60.0, hold_limit_s=900.0)
 
 
-@contextlib.contextmanager
-def running_node(demo: Demo, config: BasinConfig | None, logs: Path, console: Console) -> Iterator[Node]:
+def demo_node(
+    demo: Demo, config: BasinConfig | None, logs: Path, console: Console
+) -> contextlib.AbstractContextManager[Node]:
     """The demo's node, with or without Basin."""
-    with Ports("127.0.0.1") as ports:
-        options = NodeOptions(
-            model_path=str(build(demo.model)),
-            prefill=1,
-            decode=demo.decodes,
-            config=config,
-            engine_arguments=("--page-size", str(demo.page_size)),
-            prefill_arguments=("--max-total-tokens", str(demo.prefill_pool_tokens)),
-            decode_arguments=("--max-total-tokens", str(demo.decode_pool_tokens)),
-            port=0,
-            log_dir=logs,
-        )
-        plan = make_plan(options, ports, sorted(os.sched_getaffinity(0)))
-        with Node(plan, progress=lambda elapsed_s, line: console.print(f"  {elapsed_s:5.1f} s  {line}")) as node:
-            yield node
+    options = NodeOptions(
+        model_path=str(build(demo.model)),
+        prefill=1,
+        decode=demo.decodes,
+        config=config,
+        engine_arguments=("--page-size", str(demo.page_size)),
+        prefill_arguments=("--max-total-tokens", str(demo.prefill_pool_tokens)),
+        decode_arguments=("--max-total-tokens", str(demo.decode_pool_tokens)),
+        port=0,
+        log_dir=logs,
+    )
+    return running_node(options, progress=lambda elapsed_s, line: console.print(f"  {elapsed_s:5.1f} s  {line}"))
 
 
 def flush_caches(node: Node) -> None:
@@ -230,7 +227,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         for name in wanted:
             console.print(f"[bold]{name}[/bold]: starting one prefill, {demo.decodes} decodes and the router")
-            with running_node(demo, arms[name](), options.out / "logs" / name, console) as node:
+            with demo_node(demo, arms[name](), options.out / "logs" / name, console) as node:
                 if times is None:
                     times = asyncio.run(measure(demo, node, options.seed, settings, console))
                     console.print(f"  {times.describe()}")

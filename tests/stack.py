@@ -7,7 +7,6 @@ only for the tests that compare the two. Logs stay under out/test-logs: look the
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 import requests
 
 from sglang_basin.config import BasinConfig
-from sglang_basin.node import Node, NodeOptions, Ports, make_plan
+from sglang_basin.node import Node, NodeOptions, running_node
 from sglang_basin.platforms.tiny_model import ModelSpec, build
 
 BUDGET_TOKENS = 2_000
@@ -72,15 +71,13 @@ def running(
     name: str, config: BasinConfig | None, *, decode: int = 1, arguments: tuple[str, ...] = ()
 ) -> Iterator[Stack]:
     """A node of the test model, torn down by process group whatever happens."""
-    model = build(MODEL)
-    with Ports("127.0.0.1") as ports:
-        options = NodeOptions(
-            model_path=str(model),
-            decode=decode,
-            config=config,
-            engine_arguments=(*ENGINE_ARGUMENTS, *arguments),
-            port=0,
-            log_dir=LOGS / name,
-        )
-        with Node(make_plan(options, ports, sorted(os.sched_getaffinity(0))), ready_timeout_s=280) as node:
-            yield Stack(node)
+    options = NodeOptions(
+        model_path=str(build(MODEL)),
+        decode=decode,
+        config=config,
+        engine_arguments=(*ENGINE_ARGUMENTS, *arguments),
+        port=0,
+        log_dir=LOGS / name,
+    )
+    with running_node(options, ready_timeout_s=280) as node:
+        yield Stack(node)

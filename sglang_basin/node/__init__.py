@@ -1,20 +1,19 @@
 """A PD node on one machine: engines and router as child processes, from start to an end that leaves nothing behind.
 
-    with Ports("127.0.0.1") as ports:
-        plan = make_plan(NodeOptions(model_path=..., decode=2, port=0), ports, cores)
-        with Node(plan) as node:
-            requests.post(node.url + "/generate", ...)
+    with running_node(NodeOptions(model_path=..., decode=2, port=0)) as node:
+        requests.post(node.url + "/generate", ...)
 
 `plan` decides what runs (pure), `process` and `keeper` run it, `health` watches it come up, `ports` finds ports.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,18 @@ from sglang_basin.node.plan import NodeOptions, Plan, PlanError, Process, make_p
 from sglang_basin.node.ports import PortError, Ports
 from sglang_basin.node.process import Child, Echo
 
-__all__ = ["ChildDied", "Node", "NodeOptions", "NotReady", "Plan", "PlanError", "PortError", "Ports", "make_plan"]
+__all__ = [
+    "ChildDied",
+    "Node",
+    "NodeOptions",
+    "NotReady",
+    "Plan",
+    "PlanError",
+    "PortError",
+    "Ports",
+    "make_plan",
+    "running_node",
+]
 
 POLL_S = 0.25
 PROGRESS_EVERY_S = 10.0
@@ -214,3 +224,14 @@ class Node:
         if time.monotonic() - self._start > self._ready_timeout_s:
             raise NotReady(f"the node is not ready after {self._ready_timeout_s:g} s: {missing}")
         time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def running_node(
+    options: NodeOptions, *, progress: Progress | None = None, ready_timeout_s: float = 900.0
+) -> Iterator[Node]:
+    """A node from its options, on ports found now and the cores this process may use, until the block ends."""
+    with Ports(options.host) as ports:
+        plan = make_plan(options, ports, sorted(os.sched_getaffinity(0)))
+        with Node(plan, progress=progress, ready_timeout_s=ready_timeout_s) as node:
+            yield node

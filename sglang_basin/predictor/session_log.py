@@ -4,13 +4,11 @@ The first line says what the file is: {"basin_session_log": 1}. A session's line
 fingerprints of its task and of its agent and model, and the task's hashed word counts. No text and no name is in it
 unless `Entry.text` was given, which the engine does only where the operator asked for it.
 
-The writer rotates: when the file would outgrow `max_bytes` it becomes `NAME.1`, that one `NAME.2` and so on, and the
-oldest is deleted. A line is written in one piece; a torn last line, as a crash leaves it, is passed over when reading.
+The writer rotates (`rotation`). A torn line, as a crash leaves it, is passed over when reading.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import msgspec
 
 from sglang_basin.predictor.text import BUCKETS, Task
 from sglang_basin.replay.trace import MAX_LINE_BYTES, TraceError
+from sglang_basin.rotation import RotatingFile
 
 VERSION = 1
 MAX_CALLS = 10_000
@@ -66,13 +65,8 @@ class SessionLog:
     """Appends finished sessions. One writer per file; call it off the scheduler's critical path."""
 
     def __init__(self, path: Path, *, max_bytes: int = 16 * 2**20, kept_files: int = 4) -> None:
-        if max_bytes < 4096 or kept_files < 1:
-            raise ValueError(
-                f"session log: max_bytes must be at least 4096 and kept_files 1, got {max_bytes}, {kept_files}"
-            )
-        self.path = path
-        self._max_bytes = max_bytes
-        self._kept_files = kept_files
+        """Raises ValueError naming a wrong setting."""
+        self._file = RotatingFile(path, max_bytes=max_bytes, kept_files=kept_files, header=_HEADER)
 
     def append(self, entry: Entry) -> None:
         """Raises OSError when the disk does not take it, ValueError for an entry without calls."""
@@ -89,28 +83,7 @@ class SessionLog:
             terms=[] if entry.task is None else list(entry.task.terms),
             text=entry.text,
         )
-        data = _encode(line) + b"\n"
-        size = self.path.stat().st_size if self.path.exists() else 0
-        if size and size + len(data) > self._max_bytes:
-            self._rotate()
-            size = 0
-        if size and not self._ends_whole():
-            data = b"\n" + data  # the last writer died within a line
-        with self.path.open("ab") as file:
-            file.write(data if size else _HEADER + data)
-
-    def _ends_whole(self) -> bool:
-        with self.path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"
-
-    def _rotate(self) -> None:
-        names = [self.path.with_name(f"{self.path.name}.{number}") for number in range(1, self._kept_files)]
-        for older, newer in zip(reversed(names), [*reversed(names[:-1]), self.path], strict=True):
-            if newer.exists():
-                newer.replace(older)
-        if not names:
-            self.path.unlink()
+        self._file.append(_encode(line) + b"\n")
 
 
 def is_log(first_line: bytes) -> bool:

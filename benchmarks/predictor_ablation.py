@@ -77,6 +77,9 @@ class Described:
         else:
             self._predictor.learn(session)
 
+    def forget(self, session_id: str) -> None:
+        self._predictor.forget(session_id)
+
 
 def halves(names: Sequence[str], seed: int, *, tasks_again: bool) -> np.ndarray:
     """0 or 1 per session: the same for all sessions of a task, or by turns within it."""

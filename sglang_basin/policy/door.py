@@ -407,6 +407,8 @@ class Door:
             self._rates.completed(self._now_s)
             if self._predictor is not None:
                 self._predictor.learn(session)
+        elif self._predictor is not None:
+            self._predictor.forget(session.session_id)
 
     def _drop(self, call_id: str, now_s: float) -> Call | None:
         """Forget a call. A waiting session that loses its last call goes away, or leaves the queue without a grace."""
@@ -426,6 +428,8 @@ class Door:
         return call
 
     def _remember_turned_away(self, session_id: str, now_s: float) -> None:
+        if self._predictor is not None:
+            self._predictor.forget(session_id)
         self._turned_away[session_id] = now_s
         if len(self._turned_away) > self.settings.max_sessions:
             self._turned_away.popitem(last=False)

@@ -41,6 +41,9 @@ class PeakPredictor(Protocol):
     def learn(self, session: Session) -> None:
         """The session has ended; `session.peak_tokens` is its true peak."""
 
+    def forget(self, session_id: str) -> None:
+        """The session went away without having shown its peak: turned away at the door, or known no longer."""
+
 
 class PeaksSeen:
     """The peaks of the last sessions that ended, cut off below the session's present context.
@@ -72,3 +75,6 @@ class PeaksSeen:
         self._recent.append(session.peak_tokens)
         if len(self._recent) > self._memory:
             del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
+
+    def forget(self, session_id: str) -> None:
+        """Nothing is kept by session."""

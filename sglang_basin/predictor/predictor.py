@@ -77,7 +77,7 @@ class TrainedPredictor:
             followed = self._follow(session_id)
             followed.subject = self.model.subject(task, kin) if self.model is not None else Subject(kin)
         except Exception as error:  # noqa: BLE001 - a prediction must never cost a call
-            self._failed(error)
+            self.failed(error)
 
     def predict(self, session: Session) -> Prediction:
         self.counts.predictions += 1
@@ -85,7 +85,7 @@ class TrainedPredictor:
             try:
                 return self._predict(session, self.model)
             except Exception as error:  # noqa: BLE001 - a prediction must never cost a call
-                self._failed(error)
+                self.failed(error)
         self.counts.fallbacks += 1
         return self._seen.predict(session)
 
@@ -98,7 +98,7 @@ class TrainedPredictor:
         try:
             self.model.learn(followed.guesses, followed.subject, session.peak_tokens)
         except Exception as error:  # noqa: BLE001 - learning must never cost a call
-            self._failed(error)
+            self.failed(error)
 
     def forget(self, session_id: str) -> None:
         """The session went away without having shown its peak: refused, or never admitted."""
@@ -126,6 +126,7 @@ class TrainedPredictor:
         followed.prediction = Prediction(model.quantiles(guess))
         return followed.prediction
 
-    def _failed(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
+        """Count an exception that the caller kept from going further."""
         self.counts.failures += 1
         self.last_failure = f"{type(error).__name__}: {error}"

@@ -77,7 +77,7 @@ def task_text(messages: object) -> str | None:
     for message in messages[:MAX_MESSAGES]:
         if not isinstance(message, dict) or message.get("role") != "user":
             continue
-        found = _without_notes(_content(message.get("content"))[:_MAX_SEARCHED]).strip()
+        found = _without_notes(content_text(message.get("content"))[:_MAX_SEARCHED]).strip()
         if found:
             return found
     return None
@@ -94,7 +94,8 @@ def _without_notes(text: str) -> str:
     return " ".join(kept)
 
 
-def _content(content: object) -> str:
+def content_text(content: object) -> str:
+    """The text of a message's content, a string or a list of parts; empty for whatever has another form."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -76,8 +76,11 @@ class NoisyOracle:
         return prediction
 
     def learn(self, session: Session) -> None:
-        self._known.pop(session.session_id, None)
-        self._signals.pop(session.session_id, None)
+        self.forget(session.session_id)
+
+    def forget(self, session_id: str) -> None:
+        self._known.pop(session_id, None)
+        self._signals.pop(session_id, None)
 
     def _blurred(self, session_id: str, context: float) -> Prediction:
         pearson, peak = self._pearson, self._peak_of[session_id]

@@ -41,6 +41,9 @@ class Factors:
     def learn(self, session: Session) -> None:
         self.learned.append(session.session_id)
 
+    def forget(self, session_id: str) -> None:
+        assert session_id in SESSIONS
+
 
 LAWS: st.SearchStrategy[ReservationLaw] = st.one_of(
     st.just(CurrentContext()),

@@ -13,7 +13,11 @@ Rules (DESIGN, section 2), each held by a test in `tests/policy`:
 7. A session ends explicitly, with a call announced as its last one, or by `idle_timeout_s` without activity while no
    call is held or prefilling. Its reservation is given back at that moment.
 8. A session that outgrows its reservation reserves more; it is never stopped for it.
-9. Shedding drops the waiting session of the highest priority value, and only under `shedding`'s rule.
+9. What live sessions share counts once: each reserves without the shared front that its first call found cached, and
+   the longest of these fronts is added once (`policy.sharing`; a first call that has not run yet is expected to find
+   what recent ones found). The working set that is shown stays the plain sum of contexts, as a client would add it
+   up; `distinct_tokens` is what a cache needs for it. Nothing is credited when the engine does not say what was cached.
+10. Shedding drops the waiting session of the highest priority value, and only under `shedding`'s rule.
 
 All times are seconds of one clock that never runs backwards; a jump backwards is taken as no time passing.
 """
@@ -33,6 +37,7 @@ from sglang_basin.policy.prediction import PeakPredictor
 from sglang_basin.policy.priority import ArrivalOrder
 from sglang_basin.policy.reservation import ReservationLaw
 from sglang_basin.policy.sessions import Call, Session, Stage
+from sglang_basin.policy.sharing import SharedFront
 from sglang_basin.policy.shedding import Rates, SheddingSettings
 
 RETRY_AFTER_S = 30.0
@@ -62,6 +67,8 @@ class DoorSettings:
     """Sessions that may wait at once, if fewer; above it new ones are turned away at once."""
     peak_share: float = 0.5
     """The quantile of the predicted peak that the priority is made of."""
+    shared_once: bool = True
+    """What sessions share counts once in the budget, not once a session."""
     enabled: bool = True
     """False lets every call pass but keeps the table, so that the working set can still be watched."""
 
@@ -74,6 +81,9 @@ class DoorState:
     queued_sessions: int
     held_calls: int
     working_set_tokens: int
+    """Contexts of the live sessions, added up."""
+    distinct_tokens: int
+    """The same with what they share counted once: what a cache must hold."""
     reserved_tokens: int
     budget_tokens: int
     reference_tokens: int
@@ -113,6 +123,9 @@ class Door:
         self._reserved_tokens = 0.0
         self._reserved_variance = 0.0
         self._working_set_tokens = 0
+        self._front = SharedFront()
+        self._shared: list[int] = []  # what each live session is credited with, ascending
+        self._shared_tokens = 0  # their sum
         self._held_count = 0
         self._tickets = 0
         self._armed = False
@@ -191,14 +204,22 @@ class Door:
         call = self._calls.get(call_id)
         return None if call is None else self._present(call, self._advance(now_s))
 
-    def prefilled(self, call_id: str, now_s: float) -> None:
-        """This instance is done with the call and has handed it to a decode instance."""
+    def prefilled(self, call_id: str, now_s: float, *, cached_tokens: int | None = None) -> None:
+        """This instance is done with the call and has handed it to a decode instance.
+
+        `cached_tokens` of its prompt were found cached, in whatever tier; None if the engine cannot say.
+        """
         now_s = self._advance(now_s)
         call = self._calls.get(call_id)
         if call is None or call.stage is not Stage.PREFILLING:
             return
         call.stage = Stage.DECODING
-        self._touch(self._live[call.session_id], now_s)
+        session = self._live[call.session_id]
+        if cached_tokens is not None and session.found_tokens is None:
+            session.found_tokens = min(max(0, cached_tokens), call.prompt_tokens)
+            self._front.learn(session.found_tokens)
+            self._reserve(session)
+        self._touch(session, now_s)
 
     def decoding(self, call_id: str, now_s: float) -> None:
         """A decode instance says that the call is still running there."""
@@ -299,6 +320,7 @@ class Door:
             queued_sessions=len(self._waiting),
             held_calls=self._held_count,
             working_set_tokens=self._working_set_tokens,
+            distinct_tokens=self._working_set_tokens - self._shared_tokens + self._shared_once(),
             reserved_tokens=round(self._need()),
             budget_tokens=self.budget.tokens,
             reference_tokens=self.budget.reference_tokens,
@@ -311,13 +333,29 @@ class Door:
     # The rules.
 
     def _need(self, session: Session | None = None) -> float:
-        """Σ mean + z · √(Σ variance) of the live sessions, and of one more."""
-        tokens, variance = self._reserved_tokens, self._reserved_variance
+        """Σ mean + z · √(Σ variance) of the live sessions, and of one more; what they share counts once."""
+        tokens, variance, once = self._reserved_tokens, self._reserved_variance, self._shared_once()
         if session is not None:
-            reservation = self.law.reserve(session)
-            tokens += reservation.tokens
+            reservation, shared = self.law.reserve(session), self._credit(session)
+            tokens += reservation.tokens - shared
             variance += reservation.variance
-        return tokens + self.law.z * math.sqrt(max(0.0, variance)) if self.law.z else tokens
+            once = max(once, shared)
+        return tokens + once + (self.law.z * math.sqrt(max(0.0, variance)) if self.law.z else 0.0)
+
+    def _shared_once(self) -> int:
+        """The longest shared front of any live session: the others' are parts of it."""
+        return self._shared[-1] if self._shared else 0
+
+    def _credit(self, session: Session) -> int:
+        """What the session need not reserve, since others have it cached already."""
+        if not self.settings.shared_once:
+            return 0
+        front, found_tokens = self._front, session.found_tokens
+        if found_tokens is None:
+            return min(front.expected_tokens, session.context_tokens)
+        # Raised for those that came before the front was known; kept when the front of newer sessions is another.
+        session.shared_tokens = max(session.shared_tokens, min(found_tokens, front.tokens))
+        return min(session.shared_tokens, session.context_tokens)
 
     def _rearm(self) -> bool:
         """Whether admission holds sessions now: from above the budget on, until well below it with nobody waiting."""
@@ -371,6 +409,8 @@ class Door:
         self._live[session.session_id] = session
         self._working_set_tokens += session.context_tokens
         session.reserved_tokens = session.reserved_variance = 0.0
+        session.credited_tokens = 0
+        bisect.insort(self._shared, 0)
         self._reserve(session)
         self._touch(session, now_s)
 
@@ -386,10 +426,16 @@ class Door:
             self._reserve(session)
 
     def _reserve(self, session: Session) -> None:
-        reservation = self.law.reserve(session)
-        self._reserved_tokens += reservation.tokens - session.reserved_tokens
+        reservation, shared = self.law.reserve(session), self._credit(session)
+        if shared != session.credited_tokens:
+            del self._shared[bisect.bisect_left(self._shared, session.credited_tokens)]
+            bisect.insort(self._shared, shared)
+            self._shared_tokens += shared - session.credited_tokens
+            session.credited_tokens = shared
+        tokens = reservation.tokens - shared
+        self._reserved_tokens += tokens - session.reserved_tokens
         self._reserved_variance += reservation.variance - session.reserved_variance
-        session.reserved_tokens, session.reserved_variance = reservation.tokens, reservation.variance
+        session.reserved_tokens, session.reserved_variance = tokens, reservation.variance
 
     def _end(self, session: Session, *, completed: bool) -> None:
         del self._live[session.session_id]
@@ -397,6 +443,8 @@ class Door:
         self._working_set_tokens -= session.context_tokens
         self._reserved_tokens -= session.reserved_tokens
         self._reserved_variance -= session.reserved_variance
+        self._shared_tokens -= session.credited_tokens
+        del self._shared[bisect.bisect_left(self._shared, session.credited_tokens)]
         if not self._live:  # no rounding error outlives the sessions that caused it
             self._reserved_tokens = self._reserved_variance = 0.0
         for call_id in session.calls:

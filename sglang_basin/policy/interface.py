@@ -60,8 +60,8 @@ class ServingPolicy(Protocol):
     ) -> Decision:
         """A call arrived: it goes on, waits, or is turned away."""
 
-    def prefilled(self, call_id: str, now_s: float) -> None:
-        """Prefill is done with the call; decode has it now."""
+    def prefilled(self, call_id: str, now_s: float, *, cached_tokens: int | None = None) -> None:
+        """Prefill is done with the call, of whose prompt it found `cached_tokens` cached; decode has it now."""
 
     def finish(self, call_id: str, output_tokens: int, now_s: float) -> None:
         """The call is over after so much output; its session runs a tool now, or has ended."""

@@ -69,9 +69,9 @@ class RecordedDoor:
         self._note("present", (call_id, now_s), answer)
         return answer
 
-    def prefilled(self, call_id: str, now_s: float) -> None:
-        self.door.prefilled(call_id, now_s)
-        self._note("prefilled", (call_id, now_s), None)
+    def prefilled(self, call_id: str, now_s: float, *, cached_tokens: int | None = None) -> None:
+        self.door.prefilled(call_id, now_s, cached_tokens=cached_tokens)
+        self._note("prefilled", (call_id, now_s, cached_tokens), None)
 
     def decoding(self, call_id: str, now_s: float) -> None:
         self.door.decoding(call_id, now_s)
@@ -149,6 +149,10 @@ def _tell(door: Door, what: str, told: list[Any]) -> Any:
     if what == "call":
         call_id, session_id, prompt_tokens, now_s, ends_session, here = told
         return door.call(call_id, session_id, prompt_tokens, now_s, ends_session=ends_session, here=here)
+    if what == "prefilled":
+        call_id, now_s, *found = told  # older recordings do not say what was found cached
+        door.prefilled(call_id, now_s, cached_tokens=found[0] if found else None)
+        return None
     if what == "observe":
         door.observe(EngineView(*told[0]), told[1])
         return None
@@ -156,7 +160,6 @@ def _tell(door: Door, what: str, told: list[Any]) -> Any:
         return door.poll(*told), door.take_ended()
     known: dict[str, Callable[..., Any]] = {
         "present": door.present,
-        "prefilled": door.prefilled,
         "decoding": door.decoding,
         "finish": door.finish,
         "abandon": door.abandon,

@@ -59,6 +59,12 @@ class Session:
     """The first call's prompt."""
     peak_tokens: int = 0
     """The longest context so far."""
+    found_tokens: int | None = None
+    """What its first call found cached; None until that call has been prefilled, or if nobody said."""
+    shared_tokens: int = 0
+    """How much of that is taken to be shared with others."""
+    credited_tokens: int = 0
+    """What it does not reserve at the moment because others have it cached."""
     reserved_tokens: float = 0.0
     reserved_variance: float = 0.0
     ticket: int = 0

@@ -227,7 +227,7 @@ class Simulation:
     def on_prefilled(self, now_s: float, call: SimCall) -> Events:
         """The prompt is computed."""
         session = call.session
-        session.gate.policy.prefilled(call.call_id, now_s)
+        session.gate.policy.prefilled(call.call_id, now_s, cached_tokens=call.cached_tokens)
         if self._early:
             return self._send(now_s, call)
         return session.decode.ask(now_s, call)

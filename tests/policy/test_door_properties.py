@@ -83,6 +83,7 @@ class Setup:
     hold_limit_s: float = 15.0
     idle_timeout_s: float = 20.0
     max_sessions: int = 1000
+    shared_once: bool = True
 
     def door(self) -> Door:
         return Door(
@@ -92,6 +93,7 @@ class Setup:
                 ticket_grace_s=self.grace_s,
                 max_sessions=self.max_sessions,
                 max_queued=self.max_queued,
+                shared_once=self.shared_once,
             ),
             law=self.law,
             budget=Budget(self.budget, capacity_tokens=100),
@@ -110,6 +112,7 @@ SETUPS = st.builds(
     budget=BUDGETS,
     grace_s=st.sampled_from([0.0, 12.0]),
     max_queued=st.sampled_from([None, 3]),
+    shared_once=st.booleans(),
 )
 STEPS = st.lists(
     st.tuples(
@@ -150,7 +153,7 @@ class Run:
             view = EngineView(cache_tokens=2 * tokens, hit_rate=None if which == 0 else which / 15)
             door.observe(view, self.now_s)
         elif call_id is not None and kind == "prefilled":
-            door.prefilled(call_id, self.now_s)
+            door.prefilled(call_id, self.now_s, cached_tokens=None if which == 0 else 5 * which)
         elif call_id is not None and kind in ("finish", "abandon"):
             self.waiting.pop(call_id, None)
             self.running.pop(call_id, None)
@@ -201,13 +204,19 @@ def test_sums_match_the_table_and_tables_end_empty(setup: Setup, steps: list) ->
         live, state = run.live(), door.state()
         assert state.live_sessions == len(live)
         assert state.working_set_tokens == sum(session.context_tokens for session in live)
-        mean = sum(session.reserved_tokens for session in live)
+        credits = [session.credited_tokens for session in live]
+        once = max(credits, default=0)
+        assert state.distinct_tokens == state.working_set_tokens - sum(credits) + once
+        mean = sum(session.reserved_tokens for session in live) + once
         variance = sum(session.reserved_variance for session in live)
         assert state.reserved_tokens == pytest.approx(mean + setup.law.z * math.sqrt(variance), abs=1.0, rel=1e-6)
         for one in live:  # what it reserves is what the law says of it now
             now = setup.law.reserve(one)
-            assert (one.reserved_tokens, one.reserved_variance) == (now.tokens, now.variance)
-            assert one.reserved_tokens >= one.context_tokens
+            assert (one.reserved_tokens, one.reserved_variance) == (now.tokens - one.credited_tokens, now.variance)
+            assert one.reserved_tokens >= one.context_tokens - one.credited_tokens >= 0
+            assert 0 <= one.credited_tokens <= (one.context_tokens if setup.shared_once else 0)
+            if one.found_tokens is not None:
+                assert one.credited_tokens <= one.shared_tokens <= one.found_tokens
         assert state.held_calls == len(run.waiting)
         assert door.holds_any == bool(run.waiting)
         assert state.queued_sessions >= len(set(run.waiting.values()))
@@ -234,8 +243,8 @@ def test_sums_match_the_table_and_tables_end_empty(setup: Setup, steps: list) ->
     assert not run.waiting
     state = door.state()
     assert (state.live_sessions, state.queued_sessions, state.held_calls) == (0, 0, 0)
-    assert state.working_set_tokens == state.reserved_tokens == 0
-    for name in ("_live", "_waiting", "_queue", "_away", "_calls", "_held"):
+    assert state.working_set_tokens == state.distinct_tokens == state.reserved_tokens == 0
+    for name in ("_live", "_waiting", "_queue", "_away", "_calls", "_held", "_shared"):
         assert not getattr(door, name), name
 
 

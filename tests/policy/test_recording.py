@@ -54,6 +54,8 @@ def test_any_course_of_events_replays_to_the_same_answers(events: list, law: str
             door.call(f"c{number}", f"s{which}", tokens, now_s, ends_session=what == "last", here=what != "ask")
         elif what == "end":
             door.end(f"s{which}", now_s)
+        elif what == "prefilled":
+            door.prefilled(call_id, now_s, cached_tokens=None if tokens % 5 == 0 else tokens)
         elif what == "finish":
             door.finish(call_id, tokens, now_s)
         elif what == "observe":

@@ -149,7 +149,7 @@ class ProgramTable:
         self._held_count += 1
         return self._present(call, now_s)
 
-    def prefilled(self, call_id: str, now_s: float) -> None:
+    def prefilled(self, call_id: str, now_s: float, *, cached_tokens: int | None = None) -> None:
         now_s = self._advance(now_s)
         call = self._calls.get(call_id)
         if call is not None and call.stage is Stage.PREFILLING:

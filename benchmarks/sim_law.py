@@ -25,7 +25,6 @@ from sim_rooms import (
     Finding,
     Scenario,
     Table,
-    Tried,
     geometric_mean,
     holds,
     parse,
@@ -41,15 +40,11 @@ FINALISTS = 3
 class Setting:
     name: str
     options: dict[str, str]
-    tried: Tried = Tried()  # noqa: RUF009 - frozen
 
 
-def setting(name: str, tried: Tried | None = None, **options: str) -> Setting:
-    return Setting(name, MEASURED_ERROR | R_OF_ARTICLE | options, tried or Tried())
+def setting(name: str, **options: str) -> Setting:
+    return Setting(name, MEASURED_ERROR | R_OF_ARTICLE | options)
 
-
-ONCE = Tried(shared_once=True)
-ONCE_STRICT = Tried(shared_once=True, tolerance=0.02)
 
 R_OF_ARTICLE = {"order_tokens_per_s": "30"}
 """Laws and budgets are compared at the article's r; other values are tried on the best of them."""
@@ -74,14 +69,11 @@ def settings(quick: bool) -> list[Setting]:
     for name, law in LAWS.items():
         made.append(setting(f"{name}, band 0", band="0", **law))
         made.append(setting(f"{name}, band 0.3", band="0.3", **law))
-        if name != "multiplex 0.05":
-            made.append(setting(f"{name}, band 0, shared once", ONCE, band="0", **law))
     for name in ("partial 0.5", "partial 0.75", "peak"):
         law = LAWS[name]
         made.append(setting(f"{name}, band 0.5", band="0.5", **law))
         made.append(setting(f"{name}, band 0.8", band="0.8", **law))
-        made.append(setting(f"{name}, band 0.3, shared once", ONCE, band="0.3", **law))
-        made.append(setting(f"{name}, band 0.3, shared once, strict", ONCE_STRICT, band="0.3", **law))
+        made.append(setting(f"{name}, band 0.3, shared in full", band="0.3", shared_once="false", **law))
     made.append(setting("partial 0.5 of the 0.75 quantile, band 0", law="partial", alpha="0.5", law_share="0.75"))
     return made
 
@@ -90,7 +82,7 @@ def variants(best: Setting) -> list[Setting]:
     """The winner with other orders and predictors."""
 
     def other(name: str, **options: str) -> Setting:
-        return Setting(f"{best.name}; {name}", best.options | options, best.tried)
+        return Setting(f"{best.name}; {name}", best.options | options)
 
     return [
         other("order by arrival", order="arrival"),
@@ -99,7 +91,7 @@ def variants(best: Setting) -> list[Setting]:
             for r in ("10", "30", "100")
             if best.options["order_tokens_per_s"] != r
         ],
-        Setting(f"{best.name}; learns online", best.options | ONLINE, best.tried),
+        Setting(f"{best.name}; learns online", best.options | ONLINE),
     ]
 
 
@@ -113,7 +105,7 @@ class Grid:
 
     def run(self, chosen: Sequence[Setting], seeds: Sequence[int]) -> None:
         asked = [(one, scenario, seed) for one in chosen for scenario in self.scenarios for seed in seeds]
-        cases = [scenario.case("basin", one.options, seed, one.tried) for one, scenario, seed in asked]
+        cases = [scenario.case("basin", one.options, seed) for one, scenario, seed in asked]
         for (one, scenario, seed), result in zip(asked, run_all(cases, self.jobs), strict=True):
             self.results[one.name, scenario.name, seed] = result
 
@@ -161,19 +153,18 @@ def main() -> None:
     grid.run(tried, first)
     early = grid.ranked([one.name for one in tried], first)
     by_name = {one.name: one for one in tried}
-    as_they_are = [by_name[name] for name, _, _ in early if by_name[name].tried == Tried()]
-    changed = [by_name[name] for name, _, _ in early if by_name[name].tried != Tried()]
-    wanted = [*as_they_are[:FINALISTS], *changed[:2], DEFAULT, PEAK]
+    best = [by_name[name] for name, _, _ in early]
+    wanted = [*best[:FINALISTS], DEFAULT, PEAK]
     finalists = list({one.name: one for one in wanted}.values())
-    others = [] if options.quick else variants(as_they_are[0]) + variants(changed[0])
+    others = [] if options.quick else variants(best[0])
     grid.run(others, first)
     grid.run(finalists, seeds)
     names = [one.name for one in finalists]
     final = grid.ranked(names, seeds)
     score = {name: (mean, worst) for name, mean, worst in final}
-    varied = grid.ranked([one.name for one in [*as_they_are[:1], *changed[:1], *others]], first)
+    varied = grid.ranked([one.name for one in [*best[:1], *others]], first)
 
-    top = next(name for name, _, _ in final if by_name[name].tried == Tried())
+    top = final[0][0]
     figures = [
         Figure(
             what="default against the article's full design, geometric mean of goodput",
@@ -182,7 +173,7 @@ def main() -> None:
             holds=holds(score[DEFAULT.name][0] > score[PEAK.name][0], False),
         ),
         Figure(
-            what="default against the best setting without a change of the door",
+            what="default against the best setting ",
             article="-",
             ours=f"{score[DEFAULT.name][0] / score[top][0]:.3f} ({top})",
             holds=holds(score[DEFAULT.name][0] > 0.99 * score[top][0], False),
@@ -215,23 +206,11 @@ def main() -> None:
             ],
         ),
     ]
-    notes = []
-    best_changed = f"{changed[0].name}; r = 10" if changed and not options.quick else None
-    if best_changed is not None:
-        tested = {name: (mean, worst) for name, mean, worst in varied}
-        gain = tested[best_changed][0] / tested[DEFAULT.name][0] - 1
-        notes.append(
-            f"*What this says about the door.* Counting the shared prefix once ({best_changed}) gains {gain:+.1%} over "
-            f"the default in the geometric mean, and its worst scenario is at {tested[best_changed][1]:.2f} of the "
-            f"best instead of {tested[DEFAULT.name][1]:.2f} (seed {first[0]}). Until the door can do that, a wide band "
-            "does most of it where much is shared, and overshoots where nothing is (terminal)."
-        )
     plot = Plot(figsize=(9, 0.24 * len(early) + 1), layout="constrained")
     axes = plot.add_subplot()
-    for row, (name, mean, worst) in enumerate(reversed(early)):
-        changed_door = by_name[name].tried != Tried()
+    for row, (_, mean, worst) in enumerate(reversed(early)):
         axes.plot([worst, mean], [row, row], color="0.8", zorder=1)
-        axes.plot([mean], [row], "o", color="tab:orange" if changed_door else "tab:blue")
+        axes.plot([mean], [row], "o", color="tab:blue")
         axes.plot([worst], [row], "|", color="0.4")
     axes.set_yticks(range(len(early)), [name for name, _, _ in reversed(early)], fontsize=8)
     axes.set_xlabel("goodput relative to the best setting: geometric mean (dot) and worst scenario (bar)")
@@ -241,12 +220,10 @@ def main() -> None:
             rank=10,
             title="Reservation law, budget and order: the default",
             method="Twelve scenarios (below). Share of offered sessions within target, relative to the best "
-            "setting of the scenario; geometric mean over the scenarios. *Shared once* and *strict* are changes of "
-            "the door that are not options of it: the system prompt that all sessions share counts once in the budget "
-            "instead of once a session; the budget grows only within 0.02 instead of 0.05 of the high stretch.",
+            "setting of the scenario; geometric mean over the scenarios. *Shared in full*: what "
+            "sessions share counts once a session in the budget, instead of once.",
             figures=figures,
             tables=tables,
-            notes=notes,
             plots=[save_plot(plot, options, "law")],
             numbers={"relative": grid.relative(names, seeds), "early": early, "varied": varied},
         ),

@@ -30,10 +30,6 @@ from typing import Any
 import msgspec
 from PIL import Image
 
-from sglang_basin.policy.door import Door
-from sglang_basin.policy.interface import ServingPolicy
-from sglang_basin.policy.reservation import Reservation, ReservationLaw
-from sglang_basin.policy.sessions import Session as LiveSession
 from sglang_basin.replay.arrivals import ArrivalProfile, Surge, arrival_times
 from sglang_basin.replay.plan import Plan, PlannedSession, draw
 from sglang_basin.replay.quantities import positive_int
@@ -129,48 +125,16 @@ ONLINE = {"predictor": "seen"}
 DEFAULT = {"law": "peak", "band": "0.8", "order": "size", "order_tokens_per_s": "10"}
 """The defaults of `BasinOptions`, written out: chosen by `sim_law.py`, and a test holds that they are the same."""
 BASIN = DEFAULT | MEASURED_ERROR
-PROPOSED = BASIN | {"law": "partial", "alpha": "0.75", "band": "0.3"}
-"""With `Tried(shared_once=True)`: what `sim_law.py` found best, were the door to count a shared prefix once."""
 BASIN_ONLINE = DEFAULT | ONLINE
-ARTICLE = {"law": "peak", "order": "size", "order_tokens_per_s": "30", "band": "0.1"} | MEASURED_ERROR
+ARTICLE = {
+    "law": "peak",
+    "order": "size",
+    "order_tokens_per_s": "30",
+    "band": "0.1",
+    "shared_once": "false",
+} | MEASURED_ERROR
 """The article's full design: each session's predicted peak reserved, size-aware order, the budget within a small band;
 with lending where the deployment lends."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """Changes of the door that are no options of it (yet), tried on the door of a run."""
-
-    shared_once: bool = False
-    """What all sessions share counts once in the budget, not once a session, as it does in the cache."""
-    tolerance: float | None = None
-    """Of `BudgetSettings`: how far below its high stretch the hit rate may be for the budget to grow."""
-
-    def apply(self, door: Door, plan: Plan) -> None:
-        if self.shared_once:
-            door.law = SharedOnce(door.law, max(planned.session.shared_prefix_tokens for planned in plan.sessions))
-        if self.tolerance is not None:
-            door.budget.settings = dataclasses.replace(door.budget.settings, tolerance=self.tolerance)
-
-
-@dataclass(frozen=True)
-class SharedOnce:
-    """`ReservationLaw`: as `law`, without the shared prefix. What it takes is less than 2 % of any budget here."""
-
-    law: ReservationLaw
-    shared_tokens: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.law.name}, shared once"
-
-    @property
-    def z(self) -> float:
-        return self.law.z
-
-    def reserve(self, session: LiveSession) -> Reservation:
-        reserved = self.law.reserve(session)
-        return Reservation(max(0.0, reserved.tokens - self.shared_tokens), reserved.variance)
 
 
 # ---- Cases ---------------------------------------------------------------------------------------------------------
@@ -183,7 +147,6 @@ class Case:
 
     settings: StudySettings
     steps: tuple[tuple[float, float], ...] = ()
-    tried: Tried = Tried()
 
     def plan(self) -> Plan:
         if not self.steps:
@@ -196,7 +159,6 @@ class Case:
     def told(self) -> dict[str, Any]:
         """For the cache's key and for the finding: no path of this machine."""
         made: dict[str, Any] = {"settings": self.settings.as_dict(), "steps": list(map(list, self.steps))}
-        made["tried"] = dataclasses.asdict(self.tried)
         made["settings"]["trace"] = Path(made["settings"]["trace"]).name
         return made
 
@@ -215,7 +177,6 @@ def case(
     tail_s: float = TAIL_S,
     steps_per_min: Sequence[tuple[float, float]] = (),
     client: ClientSettings | None = None,
-    tried: Tried | None = None,
 ) -> Case:
     settings = StudySettings(
         **workload.settings(),
@@ -231,7 +192,7 @@ def case(
         client=client or ClientSettings(),
     )
     steps = tuple((at_s, rate / 60) for at_s, rate in steps_per_min)
-    return Case(settings=settings, steps=steps, tried=tried or Tried())
+    return Case(settings=settings, steps=steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +208,7 @@ class Scenario:
     changes: Mapping[str, str] = field(default_factory=dict)
     client: ClientSettings = field(default_factory=ClientSettings)
 
-    def case(self, policy: str, options: Mapping[str, str], seed: int, tried: Tried | None = None) -> Case:
+    def case(self, policy: str, options: Mapping[str, str], seed: int) -> Case:
         """An hour that counts and a quarter that does not."""
         return case(
             self.workload,
@@ -261,7 +222,6 @@ class Scenario:
             counted_s=3600.0,
             tail_s=900.0,
             client=self.client,
-            tried=tried,
         )
 
 
@@ -390,7 +350,7 @@ def stepped_plan(sessions: Sequence[Any], settings: StudySettings, steps: Sequen
 def run_case(one: Case, factory: Callable[[Plan], PolicyFactory] | None = None) -> dict[str, Any]:
     """The result as `simulate --json` has it, and how it ended. `factory` in place of the settings' policy."""
     settings, plan, hardware = one.settings, one.plan(), one.settings.hardware()
-    policy = factory(plan) if factory else _policy(one, plan)
+    policy = factory(plan) if factory else policy_factory(settings.policy, settings.policy_options, plan, hardware)
     started_s = time.perf_counter()
     log = simulate(plan, hardware, policy, client=settings.client, target=settings.target, sample_s=settings.sample_s)
     study = Study(settings, hardware, log, time.perf_counter() - started_s, 0.0)
@@ -398,22 +358,6 @@ def run_case(one: Case, factory: Callable[[Plan], PolicyFactory] | None = None) 
     result["end"] = dataclasses.asdict(how_it_ends(result["series"], log.plan))
     result["wall_s"] = round(study.wall_s, 3)
     return result
-
-
-def _policy(one: Case, plan: Plan) -> PolicyFactory:
-    settings = one.settings
-    build = policy_factory(settings.policy, settings.policy_options, plan, settings.hardware())
-    if one.tried == Tried():
-        return build
-
-    def changed() -> ServingPolicy:
-        door = build()
-        if not isinstance(door, Door):
-            raise TypeError(f"{settings.policy}: only basin's door can be tried with {one.tried}")
-        one.tried.apply(door, plan)
-        return door
-
-    return changed
 
 
 # ---- How a run ends ------------------------------------------------------------------------------------------------

@@ -24,13 +24,11 @@ from sim_rooms import (
     FOUR,
     GRID,
     MEASURED_ERROR,
-    PROPOSED,
     WORKLOADS,
     Figure,
     Finding,
     Scenario,
     Table,
-    Tried,
     geometric_mean,
     holds,
     known,
@@ -48,10 +46,9 @@ from sglang_basin.policy.rivals import RIVALS
 
 TRIED = 5
 BASIN = {
-    "Basin": (BASIN_DEFAULT, Tried()),
-    "Basin, learns online": (BASIN_ONLINE, Tried()),
-    "Basin, shared once (proposed)": (PROPOSED, Tried(shared_once=True)),
-    "article's design": (ARTICLE, Tried()),
+    "Basin": BASIN_DEFAULT,
+    "Basin, learns online": BASIN_ONLINE,
+    "article's design": ARTICLE,
 }
 Settings = dict[str, str]
 
@@ -114,21 +111,21 @@ def main() -> None:
     seeds = options.seeds
     scenarios = FOUR[:2] if options.quick else GRID
     kept = sweep_rivals(FOUR[:2] if options.quick else FOUR, seeds[0], 2 if options.quick else TRIED, options.jobs)
-    arms: dict[str, list[tuple[str, Settings, str | None, Tried]]] = {
-        name: [("basin", chosen, None, tried)] for name, (chosen, tried) in BASIN.items()
+    arms: dict[str, list[tuple[str, Settings, str | None]]] = {
+        name: [("basin", chosen, None)] for name, chosen in BASIN.items()
     }
-    arms |= {name: [(name, chosen, only, Tried()) for chosen, only in settings] for name, settings in kept.items()}
+    arms |= {name: [(name, chosen, only) for chosen, only in settings] for name, settings in kept.items()}
     asked = [
-        (arm, policy, chosen, scenario, seed, changed)
+        (arm, policy, chosen, scenario, seed)
         for arm, tried in arms.items()
-        for policy, chosen, only, changed in tried
+        for policy, chosen, only in tried
         for scenario in scenarios
         if only in (None, scenario.name)
         for seed in seeds
     ]
-    cases = [scenario.case(policy, chosen, seed, changed) for _, policy, chosen, scenario, seed, changed in asked]
+    cases = [scenario.case(policy, chosen, seed) for _, policy, chosen, scenario, seed in asked]
     runs: dict[tuple[str, str], dict[str, list[dict]]] = {}
-    for (arm, _, chosen, scenario, _, _), result in zip(asked, run_all(cases, options.jobs), strict=True):
+    for (arm, _, chosen, scenario, _), result in zip(asked, run_all(cases, options.jobs), strict=True):
         runs.setdefault((arm, scenario.name), {}).setdefault(told(chosen), []).append(result)
     best = {
         key: max(tried.items(), key=lambda item: statistics.fmean(map(share, item[1]))) for key, tried in runs.items()

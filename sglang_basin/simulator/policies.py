@@ -58,6 +58,7 @@ class BasinOptions:
     order_tokens_per_s: float = 10.0
     """The article's is 30; with 10 as much is served where the cache is short, and more where decode memory is."""
     peak_share: float = 0.5
+    shared_once: bool = True
     predictor: Literal["trained", "seen", "oracle", "none"] = "oracle"
     model: str | None = None
     """`trained`: the model's file; the one that comes with Basin without it."""
@@ -96,6 +97,7 @@ def _basin(options: BasinOptions, plan: Plan, profile: HardwareProfile) -> Polic
                 ticket_grace_s=options.ticket_grace_s,
                 max_queued=options.max_queued,
                 peak_share=options.peak_share,
+                shared_once=options.shared_once,
                 enabled=options.enabled,
             ),
             law=law_named(

@@ -21,7 +21,6 @@ import sim_scenarios
 
 from sglang_basin.policy.interface import EngineView
 from sglang_basin.policy.prediction import Prediction
-from sglang_basin.policy.reservation import PartialPeak
 from sglang_basin.policy.rivals import RIVALS
 from sglang_basin.policy.sessions import Session as LiveSession
 from sglang_basin.replay.arrivals import ArrivalProfile
@@ -148,13 +147,6 @@ def test_the_limit_met_first(hits_fall_s: float, calls_wait_s: float, first: str
     assert sim_limits.met_first({"series": told}) == first
 
 
-def test_shared_prefix_counts_once() -> None:
-    live = LiveSession("a", 0.0, 10_000, 0.0, first_tokens=10_000)
-    law = sim_rooms.SharedOnce(PartialPeak(0.5), 4_000)
-    assert law.reserve(live).tokens == PartialPeak(0.5).reserve(live).tokens - 4_000
-    assert sim_rooms.SharedOnce(PartialPeak(0.5), 10**6).reserve(live).tokens == 0
-
-
 def test_geometric_mean_is_not_hidden_by_one_zero() -> None:
     assert sim_rooms.geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
     assert sim_rooms.geometric_mean([0.0, 1.0]) == pytest.approx(0.1)
@@ -191,7 +183,7 @@ def test_a_case_is_kept_by_all_that_decides_it() -> None:
     others = [
         sim_rooms.GRID[0].case("basin", {}, 2),
         sim_rooms.GRID[0].case("basin", {"alpha": "0.3"}, 1),
-        sim_rooms.GRID[0].case("basin", {}, 1, sim_rooms.Tried(shared_once=True)),
+        sim_rooms.GRID[0].case("basin", {"shared_once": "false"}, 1),
         sim_rooms.GRID[1].case("basin", {}, 1),
         dataclasses.replace(base, steps=((0.0, 1.0),)),
     ]
@@ -214,15 +206,6 @@ def test_swept_settings_are_the_rivals_own(name: str) -> None:
             assert getattr(taken, key) == getattr(settings, key), (name, key)
 
 
-def test_door_is_tried_with_what_is_asked() -> None:
-    tried = sim_rooms.Tried(shared_once=True, tolerance=0.02)
-    one = sim_rooms.GRID[0].case("basin", {}, 1, tried)
-    door = sim_rooms._policy(one, one.plan())()
-    assert isinstance(door.law, sim_rooms.SharedOnce)
-    assert door.law.shared_tokens == max(s.session.shared_prefix_tokens for s in one.plan().sessions)
-    assert door.budget.settings.tolerance == 0.02
-
-
 def test_benchmarks_run_basins_defaults() -> None:
     """What they write out is what `--policy basin` does by itself."""
     one = sim_rooms.GRID[0].case("basin", {}, 1)
@@ -237,12 +220,6 @@ def test_benchmarks_run_basins_defaults() -> None:
     assert default.budget.settings == written.budget.settings
     assert default.settings == written.settings
     assert default._by == written._by
-
-
-def test_rivals_take_no_changes_of_the_door() -> None:
-    one = sim_rooms.GRID[0].case("stock", {}, 1, sim_rooms.Tried(shared_once=True))
-    with pytest.raises(TypeError, match="stock"):
-        sim_rooms._policy(one, one.plan())()
 
 
 def test_law_settings_have_names_of_their_own() -> None:

@@ -6,13 +6,12 @@ method raises or blocks: what fails is counted, and `policy.prediction.PeaksSeen
 
 from __future__ import annotations
 
-import queue
-import threading
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sglang_basin.log_thread import LogThread
 from sglang_basin.policy.prediction import Prediction
 from sglang_basin.policy.sessions import Session
 from sglang_basin.predictor.model import PeakModel
@@ -25,42 +24,11 @@ MAX_LOGGED_CALLS = 512
 """Calls of a session that its line can hold; the last place then goes to the longest of the later ones."""
 
 
-class SessionLogThread:
+class SessionLogThread(LogThread[Entry]):
     """Writes entries in a thread of its own. A disk that is slow or full costs lines, which are counted."""
 
     def __init__(self, log: SessionLog, *, most_waiting: int = 1024) -> None:
-        self.written = 0
-        self.lost = 0
-        """Entries that were not written: the queue was full, or the disk did not take them."""
-        self.last_failure: str | None = None
-        self._log = log
-        self._waiting: queue.Queue[Entry | None] = queue.Queue(most_waiting)
-        self._thread = threading.Thread(target=self._write, name="basin-session-log", daemon=True)
-        self._thread.start()
-
-    def put(self, entry: Entry) -> None:
-        """Have it written soon. Never blocks, never raises."""
-        try:
-            self._waiting.put_nowait(entry)
-        except queue.Full:
-            self.lost += 1
-
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Write what waits, for at most `timeout_s`, and stop."""
-        try:
-            self._waiting.put(None, timeout=timeout_s)
-        except queue.Full:
-            return
-        self._thread.join(timeout_s)
-
-    def _write(self) -> None:
-        while (entry := self._waiting.get()) is not None:
-            try:
-                self._log.append(entry)
-                self.written += 1
-            except Exception as error:  # noqa: BLE001 - a log must never cost more than its lines
-                self.lost += 1
-                self.last_failure = f"{type(error).__name__}: {error}"
+        super().__init__(lambda entries: log.append(entries[0]), name="basin-session-log", most_waiting=most_waiting)
 
 
 @dataclass(slots=True)

@@ -28,8 +28,8 @@ class LogThread(Generic[T]):
         most_at_once: int = 1,
         on_lost: Callable[[int, Cause], None] = lambda count, cause: None,
     ) -> None:
-        """`write` gets up to `most_at_once` items and may raise: they then count as lost. `on_lost` must not raise; it is
-        called by the putter for what found the queue full, and by this thread, within the `except`, for the rest."""
+        """`write` gets up to `most_at_once` items and may raise: they then count as lost. `on_lost` must not raise;
+        the putter calls it for what found the queue full, and this thread, within its `except`, for the rest."""
         self.written = 0
         self.lost = 0
         self.last_failure: str | None = None

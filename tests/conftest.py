@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from calls import at_rest
 from stack import BUDGET_TOKENS, HOLD_LIMIT_S, IDLE_TIMEOUT_S, Stack, running
 
 from sglang_basin.config import BasinConfig
@@ -23,3 +24,13 @@ def basin() -> Iterator[Stack]:
 def stock() -> Iterator[Stack]:
     with running("stock", None) as stack:
         yield stack
+
+
+@pytest.fixture
+def empty(basin: Stack) -> Iterator[Stack]:
+    """The stack with nobody live or waiting, before and, checked, after the test."""
+    basin.until(lambda: at_rest(basin), "the stack at rest before the test", 60)
+    yield basin
+    basin.until(lambda: at_rest(basin), "the stack at rest after the test", 60)
+    assert basin.metric("prefill", "basin_faults_total") == 0
+    assert basin.metric("decode", "basin_faults_total") == 0

@@ -4,88 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import json
 import threading
 import time
-import uuid
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import requests
 import zmq
-from stack import BUDGET_TOKENS, HOLD_LIMIT_S, POOL_TOKENS, Stack
+from calls import FULL, SMALL, chunks, close, generate, new_session, prompt
+from stack import HOLD_LIMIT_S, POOL_TOKENS, Stack
 
 pytestmark = pytest.mark.stack
-
-FULL = BUDGET_TOKENS + 100
-"""A prompt that is over the budget by itself: nobody enters beside it."""
-SMALL = 300
-
-
-def prompt(tokens: int, key: int = 0) -> list[int]:
-    return [3 + (7 * i + 31 * key + i * i * (key + 1)) % 2000 for i in range(tokens)]
-
-
-def new_session() -> str:
-    return f"t-{uuid.uuid4().hex}"
-
-
-def generate(
-    stack: Stack, session: str | None, ids: list[int], *, tokens: int = 4, ends: bool = False, **extra: Any
-) -> requests.Response:
-    body: dict[str, Any] = {
-        "input_ids": ids,
-        "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
-        **extra,
-    }
-    if session is not None:
-        body["session_id"] = session
-    if ends:
-        body["metadata"] = {"basin_session_end": "true"}
-    return requests.post(stack.url + "/generate", json=body, timeout=60, stream=extra.get("stream", False))
-
-
-def close(stack: Stack, session: str) -> None:
-    assert requests.post(stack.prefill_url + "/close_session", json={"session_id": session}, timeout=20).ok
-
-
-def chunks(response: requests.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
-        if line.startswith(b"data: ") and line != b"data: [DONE]":
-            yield json.loads(line[6:])
-
-
-@pytest.fixture
-def empty(basin: Stack) -> Iterator[Stack]:
-    """The stack with nobody live or waiting, before and, checked, after the test."""
-    basin.until(lambda: at_rest(basin), "the stack at rest before the test", 60)
-    yield basin
-    basin.until(lambda: at_rest(basin), "the stack at rest after the test", 60)
-    assert basin.metric("prefill", "basin_faults_total") == 0
-    assert basin.metric("decode", "basin_faults_total") == 0
-
-
-def at_rest(stack: Stack) -> bool:
-    gauges = ("live_sessions", "queued_sessions", "held_calls", "working_set_tokens", "reserved_tokens", "rooms")
-    queues = (
-        "num_queue_reqs",
-        "num_running_reqs",
-        "num_prefill_bootstrap_queue_reqs",
-        "num_prefill_inflight_queue_reqs",
-    )
-    decode_queues = (
-        "num_queue_reqs",
-        "num_running_reqs",
-        "num_decode_prealloc_queue_reqs",
-        "num_decode_transfer_queue_reqs",
-    )
-    return (
-        all(stack.metric("prefill", f"basin_{name}") == 0 for name in gauges)
-        and all(stack.metric("prefill", f"sglang:{name}") == 0 for name in queues)
-        and all(stack.metric("decode", f"sglang:{name}") == 0 for name in decode_queues)
-        and stack.metric("decode", "basin_held_calls") == 0
-    )
 
 
 def test_a_call_goes_through_both_legs_and_the_next_one_hits_the_cache(empty: Stack) -> None:

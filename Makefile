@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 export OMP_NUM_THREADS := 1
 
-.PHONY: env demo test lint clean
+.PHONY: env demo test lint promtool clean
 
 env:
 	@.ci/env.sh
@@ -17,7 +17,10 @@ lint: env
 	$(PY) -m mypy
 	.venv/bin/lint-imports
 
-test: lint  ## everything CI runs
+promtool: env  ## puts promtool, which the tests of the alert rules run, into .venv
+	@.ci/promtool.sh
+
+test: lint promtool  ## everything CI runs
 	$(PY) -m pytest
 
 clean:

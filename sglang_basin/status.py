@@ -56,6 +56,9 @@ class DoorFigures(msgspec.Struct, kw_only=True):
     head_wait_s: float
     """How long the first in the queue has waited; 0 while nobody waits."""
     working_set_tokens: int
+    """The contexts of the live sessions, added up."""
+    distinct_tokens: int
+    """The same with what they share counted once: what a cache must hold."""
     reserved_tokens: int
     budget_tokens: int
     reference_tokens: int

@@ -138,8 +138,12 @@ def _state(state: Status, sessions: int) -> list[RenderableType]:
 
 def _door(door: DoorFigures, cache: CacheFigures | None) -> Group:
     lines = Table.grid(padding=(0, 1))
-    for name, tokens in (("working set", door.working_set_tokens), ("reserved", door.reserved_tokens)):
-        lines.add_row(name, _bar(tokens, door.budget_tokens), f"{_short(tokens)} of {_short(door.budget_tokens)}")
+    budget = f"of {_short(door.budget_tokens)}"
+    working_set = f"{_short(door.distinct_tokens)} {budget} (contexts add up to {_short(door.working_set_tokens)})"
+    lines.add_row("working set", _bar(door.distinct_tokens, door.budget_tokens), working_set)
+    lines.add_row(
+        "reserved", _bar(door.reserved_tokens, door.budget_tokens), f"{_short(door.reserved_tokens)} {budget}"
+    )
     if cache is not None:
         lines.add_row("KV pool", _bar(cache.used_ratio, 1.0, "blue"), _cache(cache))  # a cache is full when all is well
         if cache.high_hit_ratio is not None:

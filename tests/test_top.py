@@ -52,7 +52,8 @@ def prefill() -> Status:
             held_calls=2,
             tickets=1,
             head_wait_s=42.0,
-            working_set_tokens=9_000,
+            working_set_tokens=12_000,
+            distinct_tokens=9_000,
             reserved_tokens=11_000,
             budget_tokens=10_000,
             reference_tokens=10_000,
@@ -119,7 +120,7 @@ def test_one_look_shows_door_cache_control_and_the_largest_sessions() -> None:
         code, shown = run("--once", "--sessions", "4", url)
     assert code == 0
     for piece in (
-        "9.0K of 10.0K",
+        "9.0K of 10.0K (contexts add up to 12.0K)",
         "11.0K of 10.0K",
         "50% of 16.0K",
         "0.91 (while all is well 0.95)",

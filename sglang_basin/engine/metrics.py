@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from types import SimpleNamespace
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from sglang_basin.policy.door import DoorState
+from sglang_basin.policy.interface import EngineView
+from sglang_basin.policy.sessions import Session
+from sglang_basin.status import ControlFigures
 
 log = logging.getLogger("sglang.basin")
 """Under SGLang's own logger, so that its level and format apply."""
@@ -21,39 +27,123 @@ SHOW_EVERY_S = 1.0
 _seen_faults: set[str] = set()
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One metric: `make` registers it in this process."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def make(self) -> Any:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        if self.kind == "counter":
+            return Counter(self.name, self.text, self.labels)
+        if self.kind == "gauge":
+            return Gauge(self.name, self.text, self.labels, multiprocess_mode="mostrecent")
+        return Histogram(self.name, self.text, self.labels, buckets=self.buckets)
+
+
+def _counter(name: str, text: str, *labels: str) -> _Row:
+    return _Row(name, "counter", text, labels)
+
+
+def _gauge(name: str, text: str) -> _Row:
+    return _Row(name, "gauge", text)
+
+
+TABLE: dict[str, _Row] = dict(
+    # calls and what the gates decide about them
+    identity=_counter("basin_identity_total", "Calls by where their session's name came from.", "source"),
+    malformed_identity=_counter(
+        "basin_malformed_identity_total", "Session names ignored because they are malformed.", "source"
+    ),
+    decisions=_counter("basin_decisions_total", "Calls at the gate, by decision and reason.", "decision", "reason"),
+    door_wait=_Row(
+        "basin_door_wait_seconds",
+        "histogram",
+        "Time that calls spent at the door, of those that waited.",
+        buckets=(0.1, 0.3, 1, 3, 10, 30, 60, 120, 240, 480, 900),
+    ),
+    http_refusals=_counter(
+        "basin_http_refusals_total", "Calls that this server answered 503 for the door, by endpoint.", "endpoint"
+    ),
+    # the door
+    gate_up=_gauge("basin_gate_up", "1 while the gate works, 0 once a fault has switched it off."),
+    live_sessions=_gauge("basin_live_sessions", "Sessions that have entered and not ended."),
+    queued_sessions=_gauge("basin_queued_sessions", "Sessions waiting at the door."),
+    held_calls=_gauge("basin_held_calls", "Calls waiting at the door."),
+    tickets=_gauge("basin_tickets", "Waiting sessions whose client left: they keep their place for a while."),
+    head_wait=_gauge("basin_head_wait_seconds", "How long the first session in the queue has waited."),
+    working_set=_gauge("basin_working_set_tokens", "Total current context of live sessions."),
+    distinct_working_set=_gauge(
+        "basin_distinct_working_set_tokens", "The working set with what sessions share counted once."
+    ),
+    reserved=_gauge("basin_reserved_tokens", "Tokens reserved by live sessions under the admission law."),
+    budget=_gauge("basin_budget_tokens", "Budget that reservations are held against."),
+    reference=_gauge("basin_reference_tokens", "What the budget moves around: 0.9 of the knee, or the capacity."),
+    peak_log_error=_Row(
+        "basin_predicted_peak_log_error",
+        "histogram",
+        "log(predicted median / true peak) of sessions that ended, as of their first call and of their last.",
+        labels=("call",),
+        buckets=(-2.0, -1.5, -1.0, -0.7, -0.4, -0.2, -0.1, 0.0, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0),
+    ),
+    # prefill's cache
+    hit_ratio=_gauge("basin_hit_ratio", "Cached over prompt tokens of the last minute's calls; NaN without any."),
+    high_hit_ratio=_gauge("basin_high_hit_ratio", "The hit ratio of this deployment while all is well."),
+    cache=_gauge("basin_cache_tokens", "KV pool on the device."),
+    cache_used=_gauge("basin_cache_used_ratio", "Part of the KV pool that holds running calls or cached prefixes."),
+    host_cache=_gauge("basin_host_cache_tokens", "What the host tier adds to the cache."),
+    lent_cache=_gauge("basin_lent_cache_tokens", "What memory lent by decode adds to the cache."),
+    rooms=_gauge("basin_rooms", "Entries in prefill's table of transfers under way (its first rank's)."),
+    # the control channel
+    control_peers=_gauge("basin_control_peers", "Other ends of the control channel that this gate has heard of."),
+    control_silence=_gauge(
+        "basin_control_silence_seconds", "Age of the last message of the peer that has been silent for longest."
+    ),
+    control_unanswered=_gauge("basin_control_unanswered", "Questions that wait for the other side's answer."),
+    control_dropped=_counter("basin_control_dropped_total", "Control messages not delivered or not read.", "cause"),
+    # Basin itself
+    faults=_counter("basin_faults_total", "Failures inside Basin, after which stock behaviour went on.", "part"),
+    log_dropped=_counter(
+        "basin_decision_log_dropped_total", "Lines that the decision log lost: queue full, or disk.", "cause"
+    ),
+)
+
+
+class _Metrics:
+    """The process's metric objects by their key in `TABLE`, each made at its first use: a process exports only what
+    it knows about."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __getattr__(self, key: str) -> Any:
+        if key not in TABLE:
+            raise AttributeError(key)
+        with self._lock:
+            if key not in self.__dict__:
+                self.__dict__[key] = TABLE[key].make()
+            return self.__dict__[key]
+
+
 @functools.cache
-def metrics() -> SimpleNamespace:
-    """The process's metric objects, made at the first use."""
-    from prometheus_client import Counter, Gauge, Histogram
+def metrics() -> Any:
+    return _Metrics()
 
-    def gauge(name: str, text: str) -> Gauge:
-        return Gauge(name, text, multiprocess_mode="mostrecent")
 
-    return SimpleNamespace(
-        identity=Counter("basin_identity_total", "Calls by where their session's name came from.", ["source"]),
-        malformed_identity=Counter(
-            "basin_malformed_identity_total", "Session names ignored because they are malformed.", ["source"]
-        ),
-        decisions=Counter(
-            "basin_decisions_total", "Calls at the gate, by decision and reason.", ["decision", "reason"]
-        ),
-        control_dropped=Counter(
-            "basin_control_dropped_total", "Control messages not delivered or not read.", ["cause"]
-        ),
-        faults=Counter("basin_faults_total", "Failures inside Basin, after which stock behaviour went on.", ["part"]),
-        door_wait=Histogram(
-            "basin_door_wait_seconds",
-            "Time that calls spent at the door, of those that waited.",
-            buckets=(0.1, 0.3, 1, 3, 10, 30, 60, 120, 240, 480, 900),
-        ),
-        live_sessions=gauge("basin_live_sessions", "Sessions that have entered and not ended."),
-        queued_sessions=gauge("basin_queued_sessions", "Sessions waiting at the door."),
-        held_calls=gauge("basin_held_calls", "Calls waiting at the door."),
-        rooms=gauge("basin_rooms", "Entries in prefill's table of transfers under way (its first rank's)."),
-        working_set=gauge("basin_working_set_tokens", "Total current context of live sessions."),
-        reserved=gauge("basin_reserved_tokens", "Tokens reserved by live sessions under the admission law."),
-        budget=gauge("basin_budget_tokens", "Budget that reservations are held against."),
-    )
+def counts(counter: Any) -> dict[str, int]:
+    """A counter's values in this process by their labels, joined by "/"."""
+    return {
+        "/".join(sample.labels.values()): int(sample.value)
+        for family in counter.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
 
 
 def show_door(state: DoorState) -> None:
@@ -63,8 +153,36 @@ def show_door(state: DoorState) -> None:
     shown.queued_sessions.set(state.queued_sessions)
     shown.held_calls.set(state.held_calls)
     shown.working_set.set(state.working_set_tokens)
+    shown.distinct_working_set.set(state.distinct_tokens)
     shown.reserved.set(state.reserved_tokens)
     shown.budget.set(state.budget_tokens)
+    shown.reference.set(state.reference_tokens)
+
+
+def show_cache(view: EngineView) -> None:
+    """Put what the engine knows about its cache on the gauges."""
+    shown = metrics()
+    shown.hit_ratio.set(math.nan if view.hit_rate is None else view.hit_rate)
+    shown.cache.set(view.cache_tokens)
+    shown.cache_used.set(view.cache_used_share)
+    shown.host_cache.set(view.host_tokens)
+    shown.lent_cache.set(view.lent_tokens)
+
+
+def show_control(control: ControlFigures) -> None:
+    """Put the control channel's health on the gauges."""
+    shown = metrics()
+    shown.control_peers.set(len(control.peers))
+    shown.control_silence.set(max((peer.heard_ago_s or 0.0 for peer in control.peers), default=0.0))
+    shown.control_unanswered.set(control.unanswered)
+
+
+def show_prediction(session: Session) -> None:
+    """A session ended: how far off were its first and its latest predicted peak?"""
+    for call, predicted in (("first", session.first_prediction), ("last", session.prediction)):
+        if predicted is not None and session.peak_tokens > 0:
+            error = math.log(max(1.0, predicted.at(0.5)) / session.peak_tokens)
+            metrics().peak_log_error.labels(call).observe(error)
 
 
 def fault(part: str, message: str) -> None:

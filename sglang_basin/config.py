@@ -91,6 +91,54 @@ OPTIONS: tuple[Option, ...] = (
         check=_at_least(1),
     ),
     Option(
+        name="knee_tokens",
+        parse=int,
+        types=(int, type(None)),
+        default=None,
+        help="working set above which the hit rate collapses, from calibration; the budget is then at most 0.9 of it",
+        why="unset: the budget is the whole capacity of the cache",
+        check=_at_least(1),
+    ),
+    Option(
+        name="budget_band",
+        parse=float,
+        types=(float, int),
+        default=0.0,
+        help="how far the budget may move from its reference, as a part of it: up while sessions queue and the hit "
+        "rate is high, down once it falls",
+        why="0 keeps it where it is",
+        check=_between(0.0, 0.95),
+    ),
+    Option(
+        name="predictor",
+        parse=str,
+        types=(str,),
+        default="seen",
+        help="where predicted peaks come from: 'seen' the sessions that ended here, 'trained' the model that comes "
+        "with Basin, corrected by them; or a model file of fit_predictor",
+        why="needs no training",
+        check=lambda value: None if value else "must not be empty",
+    ),
+    Option(
+        name="order",
+        parse=str,
+        types=(str,),
+        default="arrival",
+        help="who goes first at the door and in the queues of prefill and decode: 'arrival' the earlier session, "
+        "'size' the one of lower arrival time + predicted peak / r",
+        why="fair without a good prediction",
+        check=_one_of("arrival", "size"),
+    ),
+    Option(
+        name="order_tokens_per_s",
+        parse=float,
+        types=(float, int),
+        default=30.0,
+        help="r of 'size': so many tokens of predicted peak weigh as much as a second of waiting",
+        why="the article's",
+        check=_at_least(1e-3),
+    ),
+    Option(
         name="idle_timeout_s",
         parse=float,
         types=(float, int),
@@ -100,6 +148,26 @@ OPTIONS: tuple[Option, ...] = (
         check=_at_least(0.1),
     ),
     Option(
+        name="idle_floor_s",
+        parse=float,
+        types=(float, int),
+        default=60.0,
+        help="the time-out shrinks with the tool times seen, but not below this; the time-out's own value "
+        "keeps it fixed",
+        why="recorded coding sessions allow 62 to 256 s (benchmarks/idle_timeout.py)",
+        check=_at_least(0.1),
+    ),
+    Option(
+        name="final_grace_s",
+        parse=float,
+        types=(float, int),
+        default=60.0,
+        help="a session ends this long after an answer without a tool call to a request that offered tools, if no call "
+        "follows (needs SGLang's --tool-call-parser)",
+        why="an agent that calls no tool is done; a person who reads the answer may have one more question",
+        check=_between(0.0, 86_400.0),
+    ),
+    Option(
         name="hold_limit_s",
         parse=float,
         types=(float, int),
@@ -107,6 +175,43 @@ OPTIONS: tuple[Option, ...] = (
         help="a call waits at the door at most this long, then is answered 503 with the reason and when to come back",
         why="below the time-outs of coding clients (300 s and more), so that the answer still reaches them",
         check=_between(0.0, 3600.0),
+    ),
+    Option(
+        name="ticket_grace_s",
+        parse=float,
+        types=(float, int),
+        default=120.0,
+        help="a waiting session keeps its place this long after its client has left or was answered 503",
+        why="twice the longest pause between two tries of the SDKs, so that a retry finds its place",
+        check=_between(0.0, 86_400.0),
+    ),
+    Option(
+        name="max_queued",
+        parse=int,
+        types=(int, type(None)),
+        default=None,
+        help="sessions that may wait at the door; above it new ones are answered 503 at once",
+        why="unset: as many as --basin-max-live-sessions",
+        check=_at_least(0),
+    ),
+    Option(
+        name="shedding",
+        parse=str,
+        types=(str,),
+        default="on",
+        help="'on' drops the waiting session that comes last when more sessions arrive over half an hour than ever "
+        "left and the first one waits over --basin-shed-wait-s",
+        why="waiting longer helps nobody when capacity is truly short",
+        check=_one_of("on", "off"),
+    ),
+    Option(
+        name="shed_wait_s",
+        parse=float,
+        types=(float, int),
+        default=120.0,
+        help="how long the first session in the queue may wait before anybody is dropped",
+        why="half the hold limit",
+        check=_at_least(0.0),
     ),
     Option(
         name="control_host",
@@ -155,8 +260,19 @@ class BasinConfig:
     admission: str = "partial"
     reserved_growth: float = 0.5
     budget_tokens: int | None = None
+    knee_tokens: int | None = None
+    budget_band: float = 0.0
+    predictor: str = "seen"
+    order: str = "arrival"
+    order_tokens_per_s: float = 30.0
     idle_timeout_s: float = 600.0
+    idle_floor_s: float = 60.0
+    final_grace_s: float = 60.0
     hold_limit_s: float = 240.0
+    ticket_grace_s: float = 120.0
+    max_queued: int | None = None
+    shedding: str = "on"
+    shed_wait_s: float = 120.0
     control_host: str | None = None
     control_port_offset: int = 1000
     record: str | None = None

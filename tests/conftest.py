@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from calls import at_rest
-from stack import BUDGET_TOKENS, HOLD_LIMIT_S, IDLE_TIMEOUT_S, Stack, running
+from stack import BUDGET_TOKENS, HOLD_LIMIT_S, IDLE_TIMEOUT_S, TICKET_GRACE_S, Stack, running
 
 from sglang_basin.config import BasinConfig
 
@@ -14,7 +14,11 @@ from sglang_basin.config import BasinConfig
 @pytest.fixture(scope="session")
 def basin() -> Iterator[Stack]:
     config = BasinConfig(
-        admission="current", budget_tokens=BUDGET_TOKENS, idle_timeout_s=IDLE_TIMEOUT_S, hold_limit_s=HOLD_LIMIT_S
+        admission="current",
+        budget_tokens=BUDGET_TOKENS,
+        idle_timeout_s=IDLE_TIMEOUT_S,
+        hold_limit_s=HOLD_LIMIT_S,
+        ticket_grace_s=TICKET_GRACE_S,
     )
     with running("basin", config) as stack:
         yield stack

@@ -23,6 +23,7 @@ BUDGET_TOKENS = 2_000
 POOL_TOKENS = 16_000
 IDLE_TIMEOUT_S = 20.0
 HOLD_LIMIT_S = 12.0
+TICKET_GRACE_S = 4.0
 
 MODEL = ModelSpec(hidden=128, layers=2, vocab=2048, dtype="float32", seed=7)
 ENGINE_ARGUMENTS = ("--max-total-tokens", str(POOL_TOKENS), "--page-size", "16", "--enable-metrics")

@@ -1,8 +1,9 @@
 """The gate on a decode instance: asks prefill's door about sessions it does not know and holds their calls.
 
-Holding on prefill alone would let decode reserve memory for a call that waits at the door, so both legs wait. Once a
-session has entered, its further calls pass here without a question. A door that does not answer within the patience
-is taken for gone: the call goes on, and SGLang's own handling of a dead prefill applies.
+Holding on prefill alone would let decode reserve memory for a call that waits at the door, so both legs wait. The
+verdict brings the session's fixed priority; once a session has entered, its further calls pass here without a
+question. A door that does not answer within the patience is taken for gone: the call goes on, and SGLang's own handling
+of a dead prefill applies.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from sglang_basin.config import BasinConfig
 from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import DecodeEnd, address
-from sglang_basin.engine.identity import stamped
-from sglang_basin.engine.metrics import SHOW_EVERY_S, log, metrics
+from sglang_basin.engine.finals import FinalAnswers
+from sglang_basin.engine.identity import offers_tools, stamped
+from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics
+from sglang_basin.engine.priorities import PriorityClock
 from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, peers
 from sglang_basin.engine.turn import Turn
 from sglang_basin.policy.decisions import Reason
@@ -36,12 +39,29 @@ REPORT_RUNNING_S = 30.0
 @dataclass(slots=True)
 class _Held:
     request: TokenizedGenerateReqInput
-    question: messages.Ask
+    session_id: str
     peer: str
     since_s: float
     asked_s: float
     unanswered_s: float | None
     """When the first question was asked that has had no answer yet; a stall of this very process does not count."""
+
+
+@dataclass(slots=True)
+class _Entered:
+    """A session that prefill let in."""
+
+    last_call_s: float
+    priority_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """A call inside SGLang, to be reported when it leaves."""
+
+    peer: str
+    room: int
+    offered_tools: bool
 
 
 class DecodeGate:
@@ -56,6 +76,7 @@ class DecodeGate:
         control_port_offset: int,
         idle_timeout_s: float,
         max_sessions: int,
+        finals: FinalAnswers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control = control
@@ -65,10 +86,14 @@ class DecodeGate:
         self._control_port_offset = control_port_offset
         self._idle_timeout_s = idle_timeout_s
         self._max_sessions = max_sessions
+        self._finals = finals
         self._clock = clock
+        self._priorities = PriorityClock(clock)
         self._held: dict[int, _Held] = {}  # by bootstrap room
-        self._entered: OrderedDict[tuple[str, str], float] = OrderedDict()  # (prefill, session) -> last call
-        self._inside: dict[str, tuple[str, int]] = {}  # rid -> (prefill, room)
+        self._entered: OrderedDict[tuple[str, str], _Entered] = (
+            OrderedDict()
+        )  # by (prefill, session), oldest call first
+        self._inside: dict[str, _Inside] = {}  # by rid
         self._next_report_s = 0.0
         self._next_show_s = 0.0
 
@@ -87,6 +112,7 @@ class DecodeGate:
             control_port_offset=config.control_port_offset,
             idle_timeout_s=config.idle_timeout_s,
             max_sessions=config.max_live_sessions,
+            finals=FinalAnswers.for_scheduler(scheduler),
         )
 
     def __repr__(self) -> str:
@@ -110,10 +136,10 @@ class DecodeGate:
         return self._turn.end()
 
     def left(self, request: Any) -> None:
-        known = self._inside.pop(request.rid, None)
-        if known is not None:
-            peer, room = known
-            self._control.send(peer, messages.Left(room, len(getattr(request, "output_ids", None) or ())))
+        call = self._inside.pop(request.rid, None)
+        if call is not None:
+            output_tokens = len(getattr(request, "output_ids", None) or ())
+            self._control.send(call.peer, messages.Left(call.room, output_tokens, self._is_final(request, call)))
 
     def let_go(self) -> list[Any]:
         held = [*(waiting.request for waiting in self._held.values()), *self._turn.rest()]
@@ -136,26 +162,39 @@ class DecodeGate:
         if session is None or not peers(request):
             reason = Reason.NO_IDENTITY if session is None else Reason.ADMISSION_OFF
             metrics().decisions.labels("admit", reason.value).inc()
+            request.priority = self._priorities.stamp(now_s)
             self._turn.go_on(request)
             return
-        session_id, ends_session = session
+        session_id, _ = session
         bootstrap_port = request.bootstrap_port or self._default_bootstrap_port
         peer = address(request.bootstrap_host, bootstrap_port + self._control_port_offset)
-        if (peer, session_id) in self._entered:
+        entered = self._entered.get((peer, session_id))
+        if entered is not None:
             metrics().decisions.labels("admit", Reason.LIVE_SESSION.value).inc()
-            self._enter(request, peer, session_id, now_s)
+            self._enter(request, peer, session_id, entered.priority_ms, now_s)
             return
-        question = messages.Ask(request.bootstrap_room, session_id, len(request.input_ids or ()), ends_session)
-        self._control.send(peer, question)
-        self._held[request.bootstrap_room] = _Held(request, question, peer, now_s, now_s, now_s)
+        room = request.bootstrap_room
+        self._control.send(peer, messages.Ask(room))
+        self._held[room] = _Held(request, session_id, peer, now_s, now_s, now_s)
 
-    def _enter(self, request: TokenizedGenerateReqInput, peer: str, session_id: str, now_s: float) -> None:
-        self._inside[request.rid] = (peer, request.bootstrap_room)
-        self._entered[peer, session_id] = now_s
+    def _enter(self, request: Any, peer: str, session_id: str, priority_ms: int, now_s: float) -> None:
+        self._entered[peer, session_id] = _Entered(now_s, priority_ms)
         self._entered.move_to_end((peer, session_id))
         while len(self._entered) > self._max_sessions:
             self._entered.popitem(last=False)
+        self._let_on(request, peer, priority_ms)
+
+    def _let_on(self, request: Any, peer: str, priority_ms: int) -> None:
+        request.priority = priority_ms
+        self._inside[request.rid] = _Inside(peer, request.bootstrap_room, offers_tools(request))
         self._turn.go_on(request)
+
+    def _is_final(self, request: Any, call: _Inside) -> bool:
+        try:
+            return self._finals.is_final(request, offered_tools=call.offered_tools)
+        except Exception:  # noqa: BLE001 - the session then ends by idle time-out
+            fault("final", "could not tell whether an answer is final")
+            return False
 
     def _abort(self, abort: Any) -> None:
         for room, waiting in [item for item in self._held.items() if aborts(abort, item[1].request.rid)]:
@@ -180,7 +219,7 @@ class DecodeGate:
         if isinstance(message, messages.Enter):
             metrics().door_wait.observe(now_s - waiting.since_s)
             metrics().decisions.labels("admit", "entered").inc()
-            self._enter(waiting.request, peer, waiting.question.session_id, now_s)
+            self._enter(waiting.request, peer, waiting.session_id, message.priority_ms, now_s)
         else:
             metrics().decisions.labels("refuse", message.reason.value).inc()
             refuse(self._answer, waiting.request, message.reason, message.retry_after_s)
@@ -191,20 +230,19 @@ class DecodeGate:
                 del self._held[room]
                 metrics().decisions.labels("admit", "no_answer").inc()
                 log.warning("Basin: no answer from %s for %.0f s; the call goes on", waiting.peer, PATIENCE_S)
-                self._inside[waiting.request.rid] = (waiting.peer, room)
-                self._turn.go_on(waiting.request)
+                self._let_on(waiting.request, waiting.peer, self._priorities.stamp(waiting.since_s))
             elif now_s - waiting.asked_s > ASK_AGAIN_S:
                 waiting.asked_s = now_s
                 waiting.unanswered_s = now_s if waiting.unanswered_s is None else waiting.unanswered_s
-                self._control.send(waiting.peer, messages.AskAgain(room))
+                self._control.send(waiting.peer, messages.Ask(room))
 
     def _report_running(self, now_s: float) -> None:
         self._next_report_s = now_s + REPORT_RUNNING_S
         rooms: dict[str, list[int]] = {}
-        for peer, room in self._inside.values():
-            rooms.setdefault(peer, []).append(room)
+        for call in self._inside.values():
+            rooms.setdefault(call.peer, []).append(call.room)
         for peer, running in rooms.items():
             for start in range(0, len(running), messages.ROOMS_PER_MESSAGE):
                 self._control.send(peer, messages.Running(running[start : start + messages.ROOMS_PER_MESSAGE]))
-        while self._entered and now_s - next(iter(self._entered.values())) > self._idle_timeout_s:
+        while self._entered and now_s - next(iter(self._entered.values())).last_call_s > self._idle_timeout_s:
             self._entered.popitem(last=False)

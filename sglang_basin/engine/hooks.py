@@ -91,6 +91,20 @@ HOOKS: tuple[Hook, ...] = (
         parameters=("self", "abort_req", "req"),
         why="the other way a call ends: aborted while it waits in one of SGLang's queues",
     ),
+    Hook(
+        target="sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped",
+        kind="around",
+        function="sglang_basin.engine.priorities:sort_bootstrap_queue",
+        parameters=("self",),
+        why="the one queue that --enable-priority-scheduling does not sort",
+    ),
+    Hook(
+        target="sglang.srt.observability.metrics_collector.SchedulerMetricsCollector._log_gauge_queue_count",
+        kind="around",
+        function="sglang_basin.engine.priorities:count_queue_as_one",
+        parameters=("self", "gauge", "data"),
+        why="a series per priority would grow without end; the totals stay",
+    ),
 )
 
 

@@ -165,3 +165,10 @@ def stamped(request: Any) -> tuple[str, bool] | None:
         if action.action_type == ACTION_TYPE:
             return action.payload["session_id"], bool(action.payload["ends_session"])
     return None
+
+
+def offers_tools(request: Any) -> bool:
+    """Whether the client offered the model tools with this tokenized request."""
+    hints = request.kv_hints
+    actions = hints.actions if hints is not None else ()
+    return any(action.action_type == ACTION_TYPE and bool(action.payload.get("tools")) for action in actions)

@@ -21,30 +21,24 @@ Room = int
 
 SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
-    """Decode holds the call of `room`: may it go on?"""
-
-    room: Room
-    session_id: SessionId
-    prompt_tokens: Tokens
-    ends_session: bool
-
-
-class AskAgain(msgspec.Struct, tag="again", array_like=True, frozen=True):
-    """The call of `room` still waits; asks for a sign of life. Says nothing new: a call that prefill has meanwhile
-    turned away, its answer under way, must not come back to the door as a new one."""
+    """Decode holds the call of `room`: may it go on? Asked again while it waits, for a sign of life. All that is to be
+    known about the call comes to prefill with its own leg; a room that prefill does not know gets no answer."""
 
     room: Room
 
 
 class Left(msgspec.Struct, tag="left", array_like=True, frozen=True):
-    """The call of `room` has left decode, however it ended, with so many tokens of output."""
+    """The call of `room` has left decode, however it ended, with so many tokens of output; `final` if it answered
+    without calling one of the tools it was offered."""
 
     room: Room
     output_tokens: Tokens
+    final: bool = False
 
 
 class Running(msgspec.Struct, tag="running", array_like=True, frozen=True):
@@ -54,9 +48,10 @@ class Running(msgspec.Struct, tag="running", array_like=True, frozen=True):
 
 
 class Enter(msgspec.Struct, tag="enter", array_like=True, frozen=True):
-    """Prefill lets the call of `room` go on; its session has entered."""
+    """Prefill lets the call of `room` go on; its session has entered, and goes by this priority from now on."""
 
     room: Room
+    priority_ms: Milliseconds
 
 
 class Wait(msgspec.Struct, tag="wait", array_like=True, frozen=True):
@@ -79,7 +74,7 @@ class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
     session_ids: Annotated[list[SessionId], msgspec.Meta(max_length=64)]
 
 
-FromDecode = Ask | AskAgain | Left | Running
+FromDecode = Ask | Left | Running
 FromPrefill = Enter | Wait | Turned | Ended
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,21 +1,25 @@
 """The gate on a prefill instance: it owns the door and answers the decode gates that ask.
 
 Prefill sees every call of its sessions and guards its own cache, so this is where admission runs. A call is known by
-its bootstrap room, the same on both legs; whichever leg is seen first brings it to the door.
+its bootstrap room, the same on both legs. It comes to the door with its own leg; a decode gate that asks before that
+waits for it.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from sglang_basin.config import BasinConfig, ConfigError
+from sglang_basin.config import BasinConfig
 from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import PrefillEnd
+from sglang_basin.engine.door import door_for
 from sglang_basin.engine.identity import stamped
-from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics, show_door
+from sglang_basin.engine.metrics import SHOW_EVERY_S, log, metrics, show_door
+from sglang_basin.engine.priorities import PriorityClock
 from sglang_basin.engine.requests import (
     AbortReq,
     CloseSessionReqInput,
@@ -25,15 +29,21 @@ from sglang_basin.engine.requests import (
 )
 from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.engine.turn import Turn
-from sglang_basin.policy.budget import Budget, BudgetSettings
+from sglang_basin.engine.watch import EngineWatch
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Reason, Refuse
-from sglang_basin.policy.door import Door, DoorSettings
-from sglang_basin.policy.prediction import PeaksSeen
+from sglang_basin.policy.door import Door
 from sglang_basin.policy.recording import RecordedDoor
-from sglang_basin.policy.reservation import law_named
+
+T = TypeVar("T")
 
 POLL_EVERY_S = 1.0
 """The door is asked whose wait is over after every change, and this often for those that time alone ends."""
+
+
+MAX_REMEMBERED = 100_000
+REMEMBER_FOR_S = 60.0
+"""So long are kept a question about a call whose own leg has not come, and a verdict that decode has not asked for; its
+patience is shorter."""
 
 
 class PrefillGate:
@@ -44,17 +54,23 @@ class PrefillGate:
         door: Door | RecordedDoor,
         control: PrefillEnd | None,
         answer: Answer,
+        watch: EngineWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`control` is None for a unified server, which has no decode instances."""
+        """`control` is None for a unified server, which has no decode instances; `watch` is None where no scheduler
+        is, and the budget then stays where it is."""
         self.door = door
         self.control = control
         self._answer = answer
+        self._watch = watch
         self._turn = Turn()
         self._clock = clock
+        self._priorities = PriorityClock(clock)
         self._held: dict[str, TokenizedGenerateReqInput] = {}  # by call id
         self._inside: dict[str, str] = {}  # rid of a call inside SGLang -> its call id
-        self._askers: dict[str, bytes] = {}  # call id -> the decode gate that waits for a verdict
+        self._askers: dict[str, bytes] = {}  # held call's id -> the decode gate that waits for its verdict
+        self._early: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # asked about before its own leg came
+        self._turned: OrderedDict[str, tuple[messages.Turned, float]] = OrderedDict()  # before decode has asked
         self._gates: set[bytes] = set()  # every decode gate heard of
         self._dropped_rooms: list[int] = []
         self._changed = False  # something happened at the door since the last poll
@@ -74,20 +90,8 @@ class PrefillGate:
                 import zmq
 
                 scheduler.idle_sleeper.poller.register(control.socket, zmq.POLLIN)
-        door: Door | RecordedDoor = Door(
-            DoorSettings(
-                idle_timeout_s=config.idle_timeout_s,
-                hold_limit_s=config.hold_limit_s,
-                max_sessions=config.max_live_sessions,
-                enabled=config.admission != "off",
-            ),
-            law=law_named("current" if config.admission == "off" else config.admission, alpha=config.reserved_growth),
-            budget=Budget(BudgetSettings(fixed_tokens=config.budget_tokens), scheduler.max_total_num_tokens),
-            predictor=PeaksSeen(),
-        )
-        if config.record is not None:
-            door = RecordedDoor(door, _recording(config.record))
-        return cls(door, control, scheduler_answer(scheduler))
+        door = door_for(config, scheduler.max_total_num_tokens)
+        return cls(door, control, scheduler_answer(scheduler), EngineWatch(scheduler))
 
     def __repr__(self) -> str:
         rule = f"admission by {self.door.law.name} reservation" if self.door.settings.enabled else "admission off"
@@ -107,14 +111,14 @@ class PrefillGate:
             self._changed = False
             self._next_poll_s = now_s + POLL_EVERY_S
             for outcome in self.door.poll(now_s):
-                self._conclude(outcome)
+                self._conclude(outcome, now_s)
             self._tell_ended()
         if self._dropped_rooms:
             self._turn.go_on(DroppedRooms(tuple(self._dropped_rooms)))
             self._dropped_rooms.clear()
         if now_s >= self._next_show_s:
             self._next_show_s = now_s + SHOW_EVERY_S
-            show_door(self.door.state())
+            self._look(now_s)
         return self._turn.end()
 
     def left(self, request: Any) -> None:
@@ -123,10 +127,13 @@ class PrefillGate:
             return
         self._changed = True
         now_s = self._clock()
+        if _failed(request):
+            self.door.abandon(known, now_s)
+            return
+        if self._watch is not None:
+            self._watch.prefilled(request, now_s)
         if self.control is None:
             self.door.finish(known, len(request.output_ids), now_s)
-        elif _failed(request):
-            self.door.abandon(known, now_s)
         else:
             self.door.prefilled(known, now_s)
 
@@ -147,7 +154,7 @@ class PrefillGate:
             self._abort(request, now_s)
         elif isinstance(request, CloseSessionReqInput):
             for refused in self.door.end(request.session_id, now_s):
-                self._conclude(refused)
+                self._conclude(refused, now_s)
         self._turn.go_on(request)
 
     def _arrive(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
@@ -156,18 +163,26 @@ class PrefillGate:
         session_id, ends_session = session if session is not None else (None, False)
         decision = self.door.call(call, session_id, len(request.input_ids or ()), now_s, ends_session=ends_session)
         _count(decision)
+        order_s = now_s if session_id is None else self.door.order(session_id, now_s)
+        request.priority = self._priorities.stamp(order_s)
+        if (early := self._early.pop(call, None)) is not None:
+            self._askers[call] = early[0]
         if isinstance(decision, Queue):
             self._held[call] = request
             log.info("Basin holds a call of session %r: %s", session_id, decision)
+            if early is not None:
+                self._send(early[0], messages.Wait(int(call)))
         elif isinstance(decision, Refuse):
             self._held[call] = request
-            self._turn_away(decision)
+            self._turn_away(decision, now_s)
         else:
             self._enter(call, request, track=session is not None)
 
     def _enter(self, call: str, request: TokenizedGenerateReqInput, *, track: bool = True) -> None:
         if track:
             self._inside[request.rid] = call
+        if (asker := self._askers.pop(call, None)) is not None:
+            self._send(asker, messages.Enter(int(call), request.priority))
         self._turn.go_on(request)
 
     def _abort(self, abort: Any, now_s: float) -> None:
@@ -175,29 +190,32 @@ class PrefillGate:
             self._forget_held(call)
             drop(self._answer, request)
             self.door.abandon(call, now_s)
-            if (asker := self._askers.pop(call, None)) is not None:
-                self._send(asker, messages.Turned(int(call), Reason.CLIENT_LEFT, 0.0))
+            self._tell_turned(call, Reason.CLIENT_LEFT, 0.0, now_s)
 
-    def _conclude(self, outcome: Outcome) -> None:
+    def _conclude(self, outcome: Outcome, now_s: float) -> None:
         """A wait at the door has ended: tell both legs."""
         _count(outcome)
         call = outcome.call_id
         if isinstance(outcome, Admit):
             metrics().door_wait.observe(outcome.waited_s)
-            if (request := self._held.pop(call, None)) is not None:
-                self._enter(call, request)
-            if (asker := self._askers.pop(call, None)) is not None:
-                self._send(asker, messages.Enter(int(call)))
+            self._enter(call, self._held.pop(call))
         else:
-            self._turn_away(outcome)
+            self._turn_away(outcome, now_s)
 
-    def _turn_away(self, refused: Refuse) -> None:
-        """Answer a refused call's own leg, and the decode gate that waits for a verdict."""
-        call = refused.call_id
-        if (request := self._forget_held(call)) is not None:
+    def _turn_away(self, refused: Refuse, now_s: float) -> None:
+        """Answer a refused call's own leg, and have decode answer the other one."""
+        if (request := self._forget_held(refused.call_id)) is not None:
             refuse(self._answer, request, refused.reason, refused.retry_after_s)
+        self._tell_turned(refused.call_id, refused.reason, refused.retry_after_s, now_s)
+
+    def _tell_turned(self, call: str, reason: Reason, retry_after_s: float, now_s: float) -> None:
+        """Tell the decode gate that waits for the verdict, and keep it for one that asks yet."""
+        if self.control is None:
+            return
+        verdict = messages.Turned(int(call), reason, retry_after_s)
         if (asker := self._askers.pop(call, None)) is not None:
-            self._send(asker, messages.Turned(int(call), refused.reason, refused.retry_after_s))
+            self._send(asker, verdict)
+        _remember(self._turned, call, (verdict, now_s))
 
     def _forget_held(self, call: str) -> TokenizedGenerateReqInput | None:
         request = self._held.pop(call, None)
@@ -209,32 +227,37 @@ class PrefillGate:
 
     def _hear(self, peer: bytes, message: messages.FromDecode, now_s: float) -> None:
         self._gates.add(peer)
-        self._changed = True
         if isinstance(message, messages.Ask):
-            call = str(message.room)
-            decision = self.door.call(
-                call, message.session_id, message.prompt_tokens, now_s, ends_session=message.ends_session, here=False
-            )
-            self._reply(peer, message.room, decision)
-        elif isinstance(message, messages.AskAgain):
-            decision = self.door.present(str(message.room), now_s)
-            if decision is not None:
-                self._reply(peer, message.room, decision)
+            self._asked(peer, message.room, now_s)
         elif isinstance(message, messages.Left):
-            self._askers.pop(str(message.room), None)
-            self.door.finish(str(message.room), message.output_tokens, now_s)
+            self._changed = True
+            self._left_decode(message, now_s)
         else:
             for room in message.rooms:
                 self.door.decoding(str(room), now_s)
 
-    def _reply(self, peer: bytes, room: int, decision: Decision) -> None:
-        if isinstance(decision, Queue):
-            self._askers[str(room)] = peer
+    def _asked(self, peer: bytes, room: int, now_s: float) -> None:
+        call = str(room)
+        if call in self._held:
+            self._askers[call] = peer
             self._send(peer, messages.Wait(room))
-        elif isinstance(decision, Refuse):
-            self._send(peer, messages.Turned(room, decision.reason, decision.retry_after_s))
+        elif (session_id := self.door.session_of(call)) is not None:
+            self._send(peer, messages.Enter(room, self._priorities.stamp(self.door.order(session_id, now_s))))
+        elif (turned := self._turned.get(call)) is not None:
+            self._send(peer, turned[0])
         else:
-            self._send(peer, messages.Enter(room))
+            _remember(self._early, call, (peer, now_s))
+
+    def _left_decode(self, message: messages.Left, now_s: float) -> None:
+        """Decode is done with a call. If it waits here still, its client has gone and this leg goes the same way."""
+        call = str(message.room)
+        self._early.pop(call, None)
+        self._askers.pop(call, None)
+        if (request := self._forget_held(call)) is not None:
+            drop(self._answer, request)
+            self.door.abandon(call, now_s)
+        else:
+            self.door.finish(call, message.output_tokens, now_s, final=message.final)
 
     def _tell_ended(self) -> None:
         ended = self.door.take_ended()
@@ -242,26 +265,24 @@ class PrefillGate:
             for gate in list(self._gates):
                 self._send(gate, messages.Ended(ended[start : start + 64]))
 
+    def _look(self, now_s: float) -> None:
+        """Once a second: let the budget follow the engine, show the state, forget what was asked in vain."""
+        if self._watch is not None:
+            self.door.observe(self._watch.view(now_s), now_s)
+        show_door(self.door.state())
+        for kept in (self._early, self._turned):
+            while kept and now_s - next(iter(kept.values()))[1] > REMEMBER_FOR_S:
+                kept.popitem(last=False)
+
     def _send(self, peer: bytes, message: messages.FromPrefill) -> None:
         if self.control is None or not self.control.send(peer, message):
             self._gates.discard(peer)
 
 
-def _recording(path: str) -> Callable[[str], Any]:
-    """Where lines of a recording go: the end of a file, line by line. Raises ConfigError when it cannot be opened; a
-    write that fails later, on a full disk say, costs that line and nothing else."""
-    try:
-        file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the engine runs
-    except OSError as error:
-        raise ConfigError(f"--basin-record {path}: {error.strerror}") from None
-
-    def write(line: str) -> None:
-        try:
-            file.write(line)
-        except OSError:
-            fault("recording", "could not write to the recording; admission goes on without it")
-
-    return write
+def _remember(kept: OrderedDict[str, T], call: str, what: T) -> None:
+    kept[call] = what
+    if len(kept) > MAX_REMEMBERED:
+        kept.popitem(last=False)
 
 
 def _failed(request: Any) -> bool:

@@ -10,8 +10,9 @@ Rules (DESIGN, section 2), each held by a test in `tests/policy`:
 5. Otherwise the session waits. The queue is sorted by the fixed priority; nobody passes a head that does not fit.
 6. A held call is refused after `hold_limit_s`. Its session keeps its place for `ticket_grace_s` after its last call
    left; while it is away others may enter before it.
-7. A session ends explicitly, with a call announced as its last one, or by `idle_timeout_s` without activity while no
-   call is held or prefilling. Its reservation is given back at that moment.
+7. A session ends explicitly; with a call announced as its last one; `final_grace_s` after a final answer that no call
+   followed; or when idle for longer than this deployment's tools run (`policy.idle`) while no call is held or
+   prefilling. Its reservation is given back at that moment; a call after that begins a new session.
 8. A session that outgrows its reservation reserves more; it is never stopped for it.
 9. What live sessions share counts once: each reserves without the shared front that its first call found cached, and
    the longest of these fronts is added once (`policy.sharing`; a first call that has not run yet is expected to find
@@ -32,6 +33,7 @@ from typing import Protocol
 
 from sglang_basin.policy.budget import Budget
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Reason, Refuse
+from sglang_basin.policy.idle import IdleTimeout
 from sglang_basin.policy.interface import EngineView
 from sglang_basin.policy.prediction import PeakPredictor
 from sglang_basin.policy.priority import ArrivalOrder
@@ -58,6 +60,11 @@ class DoorSettings:
     """Times in seconds."""
 
     idle_timeout_s: float
+    """The longest that a session may be idle."""
+    idle_floor_s: float | None = None
+    """The shortest, once the tool times seen allow a shorter time-out; None keeps to `idle_timeout_s`."""
+    final_grace_s: float | None = None
+    """How long after a final answer a session still counts; None waits for the idle time-out."""
     hold_limit_s: float
     ticket_grace_s: float = 0.0
     """How long a waiting session keeps its place without a call."""
@@ -117,6 +124,8 @@ class Door:
         self._waiting: dict[str, Session] = {}
         self._queue: list[tuple[float, int, str]] = []  # (priority, ticket, session id), sorted; no stale entries
         self._away: OrderedDict[str, float] = OrderedDict()  # waiting sessions without a call -> since when
+        self._answered: OrderedDict[str, float] = OrderedDict()  # live sessions after their final answer -> since when
+        self._idle = IdleTimeout(settings.idle_timeout_s, settings.idle_floor_s)
         self._turned_away: OrderedDict[str, float] = OrderedDict()  # sessions that left the queue unserved -> when
         self._calls: dict[str, Call] = {}
         self._held: deque[Call] = deque()  # by arrival; entries may be stale
@@ -143,20 +152,13 @@ class Door:
         now_s: float,
         *,
         ends_session: bool = False,
-        here: bool = True,
     ) -> Decision:
-        """A call arrived: its prefill leg (`here`), or a decode instance asks about it.
-
-        Asking again about a known call gives its present state. `call_id` is unique among unfinished calls, the same
-        for both legs; `prompt_tokens` counts the whole prompt, cached or not.
+        """A call arrived. `call_id` is unique among unfinished calls, the same for both legs; a known one gets its
+        present state. `prompt_tokens` counts the whole prompt, cached or not.
         """
         now_s = self._advance(now_s)
         known = self._calls.get(call_id)
         if known is not None:
-            if here and not known.here:
-                known.here = True
-                if known.stage is Stage.DECODING:
-                    known.stage = Stage.PREFILLING
             return self._present(known, now_s)
         if session_id is None:
             return Admit(call_id, Reason.NO_IDENTITY)
@@ -172,10 +174,13 @@ class Door:
             if self._turned_away.pop(session_id, None) is None:
                 self._rates.arrived(now_s)  # a client that comes again is no new demand
             self._forget_over_bound()
-        call = Call(call_id, session_id, prompt_tokens, now_s, Stage.HELD, ends_session, here)
-        call.stage = call.admitted_stage
+            self._idle.returned(session_id, now_s)
+        call = Call(call_id, session_id, prompt_tokens, now_s, Stage.PREFILLING, ends_session)
 
         if session.live:
+            self._answered.pop(session_id, None)
+            if not session.calls:
+                self._idle.resumed(now_s - session.last_active_s)
             self._keep(session, call)
             self._touch(session, now_s)
             return Admit(call_id, Reason.LIVE_SESSION)
@@ -198,11 +203,6 @@ class Door:
         self._held.append(call)
         self._held_count += 1
         return self._present(call, now_s)
-
-    def present(self, call_id: str, now_s: float) -> Decision | None:
-        """Where a known call stands; None for one that is over or was never brought here."""
-        call = self._calls.get(call_id)
-        return None if call is None else self._present(call, self._advance(now_s))
 
     def prefilled(self, call_id: str, now_s: float, *, cached_tokens: int | None = None) -> None:
         """This instance is done with the call and has handed it to a decode instance.
@@ -228,8 +228,9 @@ class Door:
         if call is not None and (session := self._live.get(call.session_id)) is not None:
             self._touch(session, now_s)
 
-    def finish(self, call_id: str, output_tokens: int, now_s: float) -> None:
-        """The call is over (finished, aborted or failed) after `output_tokens` tokens of output."""
+    def finish(self, call_id: str, output_tokens: int, now_s: float, *, final: bool = False) -> None:
+        """The call is over (finished, aborted or failed) after `output_tokens` tokens of output; `final` if it answered
+        without asking for a tool, as an agent does that is done."""
         now_s = self._advance(now_s)
         call = self._drop(call_id, now_s)
         session = self._live.get(call.session_id) if call is not None else None
@@ -238,8 +239,12 @@ class Door:
         grown = call.prompt_tokens + max(0, output_tokens)
         self._set_context(session, max(session.context_tokens, grown) if session.calls else grown)
         self._touch(session, now_s)
-        if call.ends_session and not session.calls:
+        if session.calls:
+            return
+        if call.ends_session:
             self._end(session, completed=True)
+        elif final and self.settings.final_grace_s is not None:
+            self._answered[session.session_id] = now_s
 
     def abandon(self, call_id: str, now_s: float) -> None:
         """The call is gone without having told us anything new about its session's context."""
@@ -268,6 +273,7 @@ class Door:
         """Whose wait ends now: calls to let go on, calls to refuse. Call it after every change and once a second."""
         now_s = self._advance(now_s)
         self._expire_idle(now_s)
+        self._expire_answered(now_s)
         self._expire_away(now_s)
         outcomes: list[Outcome] = self._refuse_overdue(now_s)
         outcomes += self._shed(now_s)
@@ -278,7 +284,7 @@ class Door:
             self._leave_queue(head)
             self._enter(head, now_s)
             for call in head.calls.values():
-                call.stage = call.admitted_stage
+                call.stage = Stage.PREFILLING
                 self._held_count -= 1
                 outcomes.append(Admit(call.call_id, reason, now_s - call.arrived_s))
         return outcomes
@@ -302,7 +308,9 @@ class Door:
         if self._away:
             times.append(next(iter(self._away.values())) + self.settings.ticket_grace_s)
         if self._queue and self._live:
-            times.append(next(iter(self._live.values())).last_active_s + self.settings.idle_timeout_s)
+            times.append(next(iter(self._live.values())).last_active_s + self._idle.timeout_s)
+        if self._queue and self._answered and self.settings.final_grace_s is not None:
+            times.append(next(iter(self._answered.values())) + self.settings.final_grace_s)
         return max(now_s, min(times)) if times else None
 
     def order(self, session_id: str, call_arrived_s: float) -> float:
@@ -326,6 +334,11 @@ class Door:
             reference_tokens=self.budget.reference_tokens,
             armed=self._armed,
         )
+
+    def session_of(self, call_id: str) -> str | None:
+        """The session of a call that is held or runs; None for one that is over or was never brought here."""
+        call = self._calls.get(call_id)
+        return None if call is None else call.session_id
 
     def live_session(self, session_id: str) -> Session | None:
         return self._live.get(session_id)
@@ -439,6 +452,7 @@ class Door:
 
     def _end(self, session: Session, *, completed: bool) -> None:
         del self._live[session.session_id]
+        self._answered.pop(session.session_id, None)
         session.live = False
         self._working_set_tokens -= session.context_tokens
         self._reserved_tokens -= session.reserved_tokens
@@ -526,12 +540,20 @@ class Door:
     def _expire_idle(self, now_s: float) -> None:
         while self._live:
             oldest = next(iter(self._live.values()))
-            if now_s - oldest.last_active_s < self.settings.idle_timeout_s:
+            if now_s - oldest.last_active_s < self._idle.timeout_s:
                 return
             if oldest.busy():
                 self._touch(oldest, now_s)
             else:
+                self._idle.given_up(oldest.session_id, oldest.last_active_s)
                 self._end(oldest, completed=True)
+
+    def _expire_answered(self, now_s: float) -> None:
+        while self._answered and self.settings.final_grace_s is not None:
+            session_id, since_s = next(iter(self._answered.items()))
+            if now_s - since_s < self.settings.final_grace_s:
+                return
+            self._end(self._live[session_id], completed=True)
 
     def _expire_away(self, now_s: float) -> None:
         while self._away:

@@ -56,7 +56,6 @@ class ServingPolicy(Protocol):
         now_s: float,
         *,
         ends_session: bool = False,
-        here: bool = True,
     ) -> Decision:
         """A call arrived: it goes on, waits, or is turned away."""
 

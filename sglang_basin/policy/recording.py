@@ -58,15 +58,9 @@ class RecordedDoor:
         now_s: float,
         *,
         ends_session: bool = False,
-        here: bool = True,
     ) -> Decision:
-        answer = self.door.call(call_id, session_id, prompt_tokens, now_s, ends_session=ends_session, here=here)
-        self._note("call", (call_id, session_id, prompt_tokens, now_s, ends_session, here), answer)
-        return answer
-
-    def present(self, call_id: str, now_s: float) -> Decision | None:
-        answer = self.door.present(call_id, now_s)
-        self._note("present", (call_id, now_s), answer)
+        answer = self.door.call(call_id, session_id, prompt_tokens, now_s, ends_session=ends_session)
+        self._note("call", (call_id, session_id, prompt_tokens, now_s, ends_session), answer)
         return answer
 
     def prefilled(self, call_id: str, now_s: float, *, cached_tokens: int | None = None) -> None:
@@ -77,9 +71,9 @@ class RecordedDoor:
         self.door.decoding(call_id, now_s)
         self._note("decoding", (call_id, now_s), None)
 
-    def finish(self, call_id: str, output_tokens: int, now_s: float) -> None:
-        self.door.finish(call_id, output_tokens, now_s)
-        self._note("finish", (call_id, output_tokens, now_s), None)
+    def finish(self, call_id: str, output_tokens: int, now_s: float, *, final: bool = False) -> None:
+        self.door.finish(call_id, output_tokens, now_s, final=final)
+        self._note("finish", (call_id, output_tokens, now_s, final), None)
 
     def abandon(self, call_id: str, now_s: float) -> None:
         self.door.abandon(call_id, now_s)
@@ -108,6 +102,12 @@ class RecordedDoor:
 
     def state(self) -> DoorState:
         return self.door.state()
+
+    def session_of(self, call_id: str) -> str | None:
+        return self.door.session_of(call_id)
+
+    def order(self, session_id: str, call_arrived_s: float) -> float:
+        return self.door.order(session_id, call_arrived_s)
 
     def live_session(self, session_id: str) -> Session | None:
         return self.door.live_session(session_id)
@@ -147,8 +147,8 @@ def replay(lines: Iterable[str], door: Door) -> Iterator[Difference]:
 
 def _tell(door: Door, what: str, told: list[Any]) -> Any:
     if what == "call":
-        call_id, session_id, prompt_tokens, now_s, ends_session, here = told
-        return door.call(call_id, session_id, prompt_tokens, now_s, ends_session=ends_session, here=here)
+        call_id, session_id, prompt_tokens, now_s, ends_session = told
+        return door.call(call_id, session_id, prompt_tokens, now_s, ends_session=ends_session)
     if what == "prefilled":
         call_id, now_s, *found = told  # older recordings do not say what was found cached
         door.prefilled(call_id, now_s, cached_tokens=found[0] if found else None)
@@ -156,12 +156,14 @@ def _tell(door: Door, what: str, told: list[Any]) -> Any:
     if what == "observe":
         door.observe(EngineView(*told[0]), told[1])
         return None
+    if what == "finish":
+        call_id, output_tokens, now_s, final = told
+        door.finish(call_id, output_tokens, now_s, final=final)
+        return None
     if what == "poll":
         return door.poll(*told), door.take_ended()
     known: dict[str, Callable[..., Any]] = {
-        "present": door.present,
         "decoding": door.decoding,
-        "finish": door.finish,
         "abandon": door.abandon,
         "end": door.end,
     }

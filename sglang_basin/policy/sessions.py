@@ -30,13 +30,6 @@ class Call:
     stage: Stage
     ends_session: bool = False
     """The client said that this is the session's last call."""
-    here: bool = True
-    """Its prefill leg has arrived; False while only the decode instance has asked about it."""
-
-    @property
-    def admitted_stage(self) -> Stage:
-        """The stage that entering puts it into."""
-        return Stage.PREFILLING if self.here else Stage.DECODING
 
 
 @dataclass(slots=True)

@@ -22,12 +22,15 @@ from sglang_basin.config import ConfigError
 from sglang_basin.engine import decode_gate, gate, messages
 from sglang_basin.engine.control import ControlError, DecodeEnd, PrefillEnd, address
 from sglang_basin.engine.decode_gate import DecodeGate
+from sglang_basin.engine.door import recording
+from sglang_basin.engine.finals import FinalAnswers
 from sglang_basin.engine.identity import ACTION_TYPE
 from sglang_basin.engine.metrics import metrics
-from sglang_basin.engine.prefill_gate import PrefillGate, _recording
+from sglang_basin.engine.prefill_gate import REMEMBER_FOR_S, PrefillGate
 from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
+from sglang_basin.policy.priority import SizeAwareOrder
 from sglang_basin.policy.recording import RecordedDoor
 from sglang_basin.policy.reservation import CurrentContext
 
@@ -60,7 +63,7 @@ class Pair:
             law=CurrentContext(),
             budget=Budget(BudgetSettings(fixed_tokens=100), capacity_tokens=1),
         )
-        self.prefill = PrefillGate(door, self.channel, self._answer("prefill"), self.clock)
+        self.prefill = PrefillGate(door, self.channel, self._answer("prefill"), clock=self.clock)
         self.decode = DecodeGate(
             DecodeEnd(),
             self._answer("decode"),
@@ -68,6 +71,7 @@ class Pair:
             control_port_offset=OFFSET,
             idle_timeout_s=60,
             max_sessions=100,
+            finals=FinalAnswers(None, None),
             clock=self.clock,
         )
 
@@ -180,11 +184,52 @@ def test_a_disconnect_while_held_releases_both_sides(pair: Pair) -> None:
     assert (pair.prefill._held, pair.decode._held, pair.prefill._askers) == ({}, {}, {})
 
 
-def test_decodes_disconnect_alone_takes_the_session_out_of_the_queue(pair: Pair) -> None:
+def test_decodes_disconnect_alone_releases_prefills_leg_too(pair: Pair) -> None:
     pair.enter("a", 1, 101)
-    pair.until(lambda p, d: pair.prefill.door.holds_any, decode=[pair.call("b", 2)])
-    pair.until(lambda p, d: not pair.prefill.door.holds_any, decode=[AbortReq(rid="d2")])
+    waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
+    pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
+    prefill_out, _ = pair.until(lambda p, d: pair.answers["prefill"] and p, decode=[AbortReq(rid="d2")])
+    assert pair.answers["prefill"] == [("p2", None)]
+    assert prefill_out == [DroppedRooms((2,))]
     assert pair.prefill.door.state().queued_sessions == 0
+
+
+@pytest.mark.parametrize("tokens", [10, 200])
+def test_decode_may_ask_before_prefills_own_leg_has_come(pair: Pair, tokens: int) -> None:
+    pair.enter("a", 1, 101)
+    pair.until(lambda p, d: pair.prefill._early != {}, decode=[pair.call("b", 2)])
+    assert not pair.prefill.door.holds_any, "the door judges what prefill itself has seen"
+    pair.until(lambda p, d: pair.decode._held[2].unanswered_s is None, prefill=[pair.call("b", 2, tokens, side="p")])
+    assert pair.prefill._early == {}
+    pair.prefill.door.end("a", 0.0)
+    prefill_out, decode_out = pair.until(lambda p, d: p and d, prefill=[CloseSessionReqInput(session_id="a")])
+    assert "p2" in [request.rid for request in prefill_out if hasattr(request, "bootstrap_room")]
+    assert rids(decode_out) == ["d2"]
+
+
+def test_questions_about_calls_that_never_come_are_forgotten(pair: Pair) -> None:
+    pair.until(lambda p, d: pair.prefill._early != {}, decode=[pair.call("b", 2)])
+    pair.clock.now_s = REMEMBER_FOR_S + 1
+    pair.until(lambda p, d: pair.prefill._early == {})
+
+
+def test_both_legs_of_all_calls_of_a_session_carry_its_fixed_priority(pair: Pair) -> None:
+    def legs(session: str, room: int) -> list[Any]:
+        both = {"prefill": [pair.call(session, room, side="p")], "decode": [pair.call(session, room)]}
+        prefill_out, decode_out = pair.until(lambda p, d: len(p) == len(d) == 1, **both)
+        return [*prefill_out, *decode_out]
+
+    pair.prefill.door = Door(
+        DoorSettings(idle_timeout_s=60, hold_limit_s=30),
+        law=CurrentContext(),
+        budget=Budget(BudgetSettings(fixed_tokens=1_000), capacity_tokens=1),
+        order=SizeAwareOrder(2.0),
+    )
+    first = legs("a", 1)
+    pair.clock.now_s = 3.0
+    later, small = legs("a", 2), legs("b", 3)
+    assert len({call.priority for call in first + later}) == 1
+    assert small[0].priority - first[0].priority == pytest.approx(3_000, abs=1)
 
 
 def test_calls_without_identity_pass_both_gates(pair: Pair) -> None:
@@ -232,7 +277,7 @@ def test_garbage_on_the_channel_is_counted_and_otherwise_ignored(pair: Pair) -> 
         rogue.setsockopt(zmq.LINGER, 1000)
         rogue.connect(pair.channel.address)
         rogue.send(b"\x00\xff garbage")
-        rogue.send(messages.encode(messages.Enter(3)))  # a word that only prefill may say
+        rogue.send(messages.encode(messages.Enter(3, 0)))  # a word that only prefill may say
         rogue.send_multipart([b"too", b"many", b"frames"])
         rogue.send(b'["ask", 1, ' + b"[" * 5000)
         deadline = time.monotonic() + 10
@@ -261,6 +306,17 @@ def test_an_odd_request_goes_on_and_the_gate_stays(pair: Pair) -> None:
     odd.kv_hints = 17
     assert pair.prefill.pass_on([odd]) == [odd]
     pair.enter("a", 1, 60)
+
+
+def test_decode_that_asks_after_the_refusal_gets_it_too(pair: Pair) -> None:
+    """Regression: the verdict was told to those who had asked, and a later question found no such call."""
+    full = Pair(max_queued=0)
+    full.enter("a", 1, 101)
+    assert full.prefill.pass_on([full.call("b", 2, side="p")]) == [DroppedRooms((2,))]
+    full.until(lambda p, d: bool(full.answers["decode"]), decode=[full.call("b", 2)])
+    assert full.answers == {"prefill": [("p2", 503)], "decode": [("d2", 503)]}
+    full.prefill.let_go()
+    full.decode.let_go()
 
 
 def test_a_full_queue_turns_both_legs_away_at_once(pair: Pair) -> None:
@@ -292,7 +348,7 @@ def test_a_gate_that_fails_in_mid_turn_loses_no_request(pair: Pair, monkeypatch:
 
 def test_a_recording_on_a_full_disk_costs_its_lines_and_no_decision(pair: Pair) -> None:
     """Regression: the write's error came out of the door, and admission gave up."""
-    pair.prefill.door = RecordedDoor(pair.prefill.door, _recording("/dev/full"))
+    pair.prefill.door = RecordedDoor(pair.prefill.door, recording("/dev/full"))
     faults = metrics().faults.labels("recording")
     before = faults._value.get()
     pair.enter("a", 1, 101)
@@ -303,4 +359,4 @@ def test_a_recording_on_a_full_disk_costs_its_lines_and_no_decision(pair: Pair) 
 
 def test_a_recording_that_cannot_be_opened_is_named() -> None:
     with pytest.raises(ConfigError, match=r"--basin-record /nowhere/door\.jsonl"):
-        _recording("/nowhere/door.jsonl")
+        recording("/nowhere/door.jsonl")

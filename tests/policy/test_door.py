@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.decisions import Admit, Queue, Reason, Refuse
 from sglang_basin.policy.door import Door, DoorSettings
+from sglang_basin.policy.idle import FACTOR, LEAST_PAUSES
 from sglang_basin.policy.reservation import CurrentContext
 from sglang_basin.policy.shedding import SheddingSettings
 
@@ -148,10 +149,10 @@ def test_an_abandoned_held_call_leaves_nothing_behind() -> None:
     assert door.poll(2.0) == []
 
 
-def test_both_legs_bring_the_same_call_once() -> None:
+def test_a_call_that_comes_twice_counts_once() -> None:
     door = make_door()
     enter(door, "1", "a", 101)
-    assert isinstance(door.call("2", "b", 10, 0.0, here=False), Queue)
+    assert isinstance(door.call("2", "b", 10, 0.0), Queue)
     assert isinstance(door.call("2", "b", 10, 0.0), Queue)
     assert door.state().held_calls == 1
     door.end("a", 1.0)
@@ -159,10 +160,49 @@ def test_both_legs_bring_the_same_call_once() -> None:
     assert door.state().working_set_tokens == 10
 
 
-def test_a_call_that_only_decode_knows_does_not_keep_its_session_for_ever() -> None:
-    door = make_door(idle_timeout_s=10.0)
-    assert isinstance(door.call("1", "a", 10, 0.0, here=False), Admit)
-    door.poll(11.0)
+def test_a_session_ends_a_grace_after_its_final_answer() -> None:
+    door = make_door(final_grace_s=5.0)
+    enter(door, "1", "a", 10)
+    door.prefilled("1", 1.0)
+    door.finish("1", 3, 2.0, final=True)
+    door.poll(6.9)
+    assert door.state().live_sessions == 1
+    door.poll(7.0)
+    assert door.state().live_sessions == 0
+    assert door.take_ended() == ["a"]
+    assert door.call("2", "a", 20, 8.0).reason is not Reason.LIVE_SESSION, "what comes after the end is a new session"
+
+
+def test_a_call_within_the_grace_takes_the_end_back() -> None:
+    door = make_door(final_grace_s=5.0)
+    enter(door, "1", "a", 10)
+    door.finish("1", 3, 2.0, final=True)
+    assert door.call("2", "a", 20, 6.0).reason is Reason.LIVE_SESSION
+    door.poll(9.0)
+    door.finish("2", 3, 9.0)
+    door.poll(15.0)
+    assert door.state().live_sessions == 1
+
+
+def test_a_final_answer_beside_another_call_of_the_session_ends_nothing() -> None:
+    door = make_door(final_grace_s=5.0)
+    enter(door, "1", "a", 10)
+    door.call("2", "a", 12, 0.5)
+    door.finish("1", 3, 1.0, final=True)
+    door.poll(8.0)
+    assert door.state().live_sessions == 1
+
+
+def test_the_idle_timeout_follows_the_pauses_between_calls() -> None:
+    door = make_door(idle_timeout_s=100.0, idle_floor_s=5.0)
+    now_s = 0.0
+    for number in range(LEAST_PAUSES + 1):
+        door.call(f"a{number}", "a", 10, now_s)
+        door.finish(f"a{number}", 1, now_s)
+        now_s += 4.0
+    door.poll(now_s := now_s - 4.0 + FACTOR * 4.0 - 0.5)
+    assert door.state().live_sessions == 1
+    door.poll(now_s + 1.0)
     assert door.state().live_sessions == 0
 
 
@@ -238,7 +278,7 @@ def test_the_queue_is_bounded_too() -> None:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["call", "ask", "last", "prefilled", "finish", "abandon", "end", "decoding", "tick"]),
+        st.sampled_from(["call", "last", "prefilled", "finish", "final", "abandon", "end", "decoding", "tick"]),
         st.integers(0, 7),  # session
         st.integers(0, 15),  # which of the calls
         st.integers(1, 80),  # tokens
@@ -252,7 +292,7 @@ EVENTS = st.lists(
 @settings(max_examples=300, deadline=None)
 def test_invariants_hold_under_any_course_of_events(events: list, budget_tokens: int) -> None:
     """Sums match the table, nobody waits while nobody is live, and each held call ends exactly once."""
-    door = make_door(budget_tokens, idle_timeout_s=20.0, hold_limit_s=15.0, max_sessions=6)
+    door = make_door(budget_tokens, idle_timeout_s=20.0, hold_limit_s=15.0, max_sessions=6, final_grace_s=8.0)
     now_s, made, waiting = 0.0, [], set()
 
     def settle() -> None:
@@ -263,17 +303,17 @@ def test_invariants_hold_under_any_course_of_events(events: list, budget_tokens:
     for kind, session, which, tokens, pause_s in events:
         now_s += pause_s
         call_id = made[which % len(made)] if made else None
-        if kind in ("call", "ask", "last"):
+        if kind in ("call", "last"):
             call_id = f"c{len(made)}"
             made.append(call_id)
-            decision = door.call(call_id, f"s{session}", tokens, now_s, ends_session=kind == "last", here=kind != "ask")
+            decision = door.call(call_id, f"s{session}", tokens, now_s, ends_session=kind == "last")
             if isinstance(decision, Queue):
                 waiting.add(call_id)
         elif kind == "end":
             waiting -= {refused.call_id for refused in door.end(f"s{session}", now_s)}
-        elif call_id is not None and kind == "finish":
+        elif call_id is not None and kind in ("finish", "final"):
             waiting.discard(call_id)
-            door.finish(call_id, tokens, now_s)
+            door.finish(call_id, tokens, now_s, final=kind == "final")
         elif call_id is not None and kind == "abandon":
             waiting.discard(call_id)
             door.abandon(call_id, now_s)

@@ -89,6 +89,8 @@ class Setup:
         return Door(
             DoorSettings(
                 idle_timeout_s=self.idle_timeout_s,
+                idle_floor_s=self.idle_timeout_s / 2,
+                final_grace_s=self.grace_s,
                 hold_limit_s=self.hold_limit_s,
                 ticket_grace_s=self.grace_s,
                 max_sessions=self.max_sessions,
@@ -116,7 +118,7 @@ SETUPS = st.builds(
 )
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["call", "call", "ask", "last", "prefilled", "finish", "abandon", "end", "view", "tick"]),
+        st.sampled_from(["call", "call", "last", "prefilled", "finish", "final", "abandon", "end", "view", "tick"]),
         st.integers(0, len(SESSIONS) - 1),
         st.integers(0, 15),  # which of the calls, or how full the engine is
         st.integers(1, 80),  # tokens
@@ -144,8 +146,8 @@ class Run:
         self.now_s += pause_s
         known = sorted({**self.waiting, **self.running})
         call_id = known[which % len(known)] if known else None
-        if kind in ("call", "ask", "last"):
-            self.call(session, tokens, ends_session=kind == "last", here=kind != "ask")
+        if kind in ("call", "last"):
+            self.call(session, tokens, ends_session=kind == "last")
         elif kind == "end":
             self._refused(list(door.end(session, self.now_s)))
             self.running = {c: s for c, s in self.running.items() if s != session}
@@ -154,20 +156,18 @@ class Run:
             door.observe(view, self.now_s)
         elif call_id is not None and kind == "prefilled":
             door.prefilled(call_id, self.now_s, cached_tokens=None if which == 0 else 5 * which)
-        elif call_id is not None and kind in ("finish", "abandon"):
+        elif call_id is not None and kind in ("finish", "final", "abandon"):
             self.waiting.pop(call_id, None)
             self.running.pop(call_id, None)
-            if kind == "finish":
-                door.finish(call_id, tokens, self.now_s)
-            else:
+            if kind == "abandon":
                 door.abandon(call_id, self.now_s)
+            else:
+                door.finish(call_id, tokens, self.now_s, final=kind == "final")
         self.settle()
 
-    def call(
-        self, session: str, tokens: int, *, ends_session: bool = False, here: bool = True
-    ) -> Admit | Queue | Refuse:
+    def call(self, session: str, tokens: int, *, ends_session: bool = False) -> Admit | Queue | Refuse:
         call_id = f"c{next(self._made)}"
-        decision = self.door.call(call_id, session, tokens, self.now_s, ends_session=ends_session, here=here)
+        decision = self.door.call(call_id, session, tokens, self.now_s, ends_session=ends_session)
         assert decision.call_id == call_id
         if isinstance(decision, Queue):
             self.waiting[call_id] = session

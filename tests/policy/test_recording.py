@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parent / "golden" / "engine_surge.jsonl.gz"
 
 
 def make_door(budget_tokens: int | None, law: str = "partial", **changes: object) -> Door:
-    settings_ = {"idle_timeout_s": 20.0, "hold_limit_s": 15.0, **changes}
+    settings_ = {"idle_timeout_s": 20.0, "final_grace_s": 5.0, "hold_limit_s": 15.0, **changes}
     return Door(
         DoorSettings(**settings_),
         law=law_named(law),
@@ -33,7 +33,7 @@ def make_door(budget_tokens: int | None, law: str = "partial", **changes: object
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["call", "ask", "last", "prefilled", "finish", "abandon", "end", "observe", "present"]),
+            st.sampled_from(["call", "last", "prefilled", "finish", "final", "abandon", "end", "observe", "present"]),
             st.integers(0, 7),
             st.integers(1, 150),
             st.floats(0, 9),
@@ -50,14 +50,14 @@ def test_any_course_of_events_replays_to_the_same_answers(events: list, law: str
     for number, (what, which, tokens, pause_s) in enumerate(events):
         now_s += pause_s
         call_id = f"c{which}"
-        if what in ("call", "ask", "last"):
-            door.call(f"c{number}", f"s{which}", tokens, now_s, ends_session=what == "last", here=what != "ask")
+        if what in ("call", "last"):
+            door.call(f"c{number}", f"s{which}", tokens, now_s, ends_session=what == "last")
         elif what == "end":
             door.end(f"s{which}", now_s)
         elif what == "prefilled":
             door.prefilled(call_id, now_s, cached_tokens=None if tokens % 5 == 0 else tokens)
-        elif what == "finish":
-            door.finish(call_id, tokens, now_s)
+        elif what in ("finish", "final"):
+            door.finish(call_id, tokens, now_s, final=what == "final")
         elif what == "observe":
             door.observe(EngineView(cache_tokens=2 * tokens, hit_rate=tokens / 150), now_s)
         else:

@@ -104,7 +104,7 @@ def test_no_call_is_lost_and_none_waits_for_ever(chosen: tuple, events: list) ->
             assert decision.call_id == call_id
             assert isinstance(decision, Admit | Queue)
             (running if isinstance(decision, Admit) else waiting)[call_id] = session_id
-            again = policy.call(call_id, session_id, tokens, now_s, here=False)
+            again = policy.call(call_id, session_id, tokens, now_s)
             assert isinstance(again, type(decision))
         elif kind == "end":
             refused = policy.end(session_id, now_s)

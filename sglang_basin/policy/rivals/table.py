@@ -125,7 +125,6 @@ class ProgramTable:
         now_s: float,
         *,
         ends_session: bool = False,
-        here: bool = True,
     ) -> Decision:
         now_s = self._advance(now_s)
         known = self._calls.get(call_id)
@@ -138,7 +137,7 @@ class ProgramTable:
             program = self._programs[session_id] = Program(session_id, now_s, prompt_tokens)
         program.context_tokens = max(program.context_tokens, prompt_tokens) if program.calls else prompt_tokens
         program.steps += 1
-        call = Call(call_id, session_id, prompt_tokens, now_s, Stage.PREFILLING, ends_session, here)
+        call = Call(call_id, session_id, prompt_tokens, now_s, Stage.PREFILLING, ends_session)
         program.calls[call_id] = self._calls[call_id] = call
         self._idle.pop(session_id, None)
         reason = self._arrived(program, call, now_s)
@@ -206,7 +205,7 @@ class ProgramTable:
         for program, reason in self._due(now_s):
             for call in program.calls.values():
                 if call.stage is Stage.HELD:
-                    call.stage = call.admitted_stage
+                    call.stage = Stage.PREFILLING
                     outcomes.append(Admit(call.call_id, reason, now_s - call.arrived_s))
             self._held_count -= program.held
             program.held = 0

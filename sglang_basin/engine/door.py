@@ -1,0 +1,74 @@
+"""The door of an engine: the policy objects that a configuration describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang_basin.config import BasinConfig, ConfigError
+from sglang_basin.engine.metrics import fault
+from sglang_basin.policy.budget import Budget, BudgetSettings
+from sglang_basin.policy.door import Door, DoorSettings
+from sglang_basin.policy.prediction import PeakPredictor, PeaksSeen
+from sglang_basin.policy.priority import ArrivalOrder, SizeAwareOrder
+from sglang_basin.policy.recording import RecordedDoor
+from sglang_basin.policy.reservation import law_named
+from sglang_basin.policy.shedding import SheddingSettings
+
+
+def door_for(config: BasinConfig, capacity_tokens: int) -> Door | RecordedDoor:
+    """Build the door. `capacity_tokens` is what the cache holds at most. Raises ConfigError for a model file or a
+    recording that cannot be used."""
+    watches = config.admission == "off"
+    door = Door(
+        DoorSettings(
+            idle_timeout_s=config.idle_timeout_s,
+            idle_floor_s=min(config.idle_floor_s, config.idle_timeout_s),
+            final_grace_s=config.final_grace_s,
+            hold_limit_s=config.hold_limit_s,
+            ticket_grace_s=config.ticket_grace_s,
+            max_sessions=config.max_live_sessions,
+            max_queued=config.max_queued,
+            enabled=not watches,
+        ),
+        law=law_named("current" if watches else config.admission, alpha=config.reserved_growth),
+        budget=Budget(
+            BudgetSettings(fixed_tokens=config.budget_tokens, knee_tokens=config.knee_tokens, band=config.budget_band),
+            capacity_tokens,
+        ),
+        order=SizeAwareOrder(config.order_tokens_per_s) if config.order == "size" else ArrivalOrder(),
+        predictor=_predictor(config.predictor),
+        shedding=SheddingSettings(enabled=config.shedding == "on", head_wait_s=config.shed_wait_s),
+    )
+    return door if config.record is None else RecordedDoor(door, recording(config.record))
+
+
+def _predictor(name: str) -> PeakPredictor:
+    if name == "seen":
+        return PeaksSeen()
+    from sglang_basin.predictor.model_file import ModelFileError, default_model_path, load_model
+    from sglang_basin.predictor.predictor import TrainedPredictor
+
+    path = default_model_path() if name == "trained" else Path(name)
+    try:
+        return TrainedPredictor(load_model(path))
+    except (OSError, ModelFileError) as error:
+        raise ConfigError(f"--basin-predictor {name}: {error}") from None
+
+
+def recording(path: str) -> Callable[[str], Any]:
+    """Where lines of a recording go: the end of a file, line by line. Raises ConfigError when it cannot be opened; a
+    write that fails later, on a full disk say, costs that line and nothing else."""
+    try:
+        file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the engine runs
+    except OSError as error:
+        raise ConfigError(f"--basin-record {path}: {error.strerror}") from None
+
+    def write(line: str) -> None:
+        try:
+            file.write(line)
+        except OSError:
+            fault("recording", "could not write to the recording; admission goes on without it")
+
+    return write

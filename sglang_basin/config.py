@@ -100,7 +100,7 @@ OPTIONS: tuple[Option, ...] = (
         check=_at_least(1),
     ),
     Option(
-        name="budget_band",
+        name="adaptive_band",
         parse=float,
         types=(float, int),
         default=0.0,
@@ -261,7 +261,7 @@ class BasinConfig:
     reserved_growth: float = 0.5
     budget_tokens: int | None = None
     knee_tokens: int | None = None
-    budget_band: float = 0.0
+    adaptive_band: float = 0.0
     predictor: str = "seen"
     order: str = "arrival"
     order_tokens_per_s: float = 30.0

@@ -33,7 +33,7 @@ def make_door(budget_tokens: int | None, law: str = "partial", **changes: object
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["call", "last", "prefilled", "finish", "final", "abandon", "end", "observe", "present"]),
+            st.sampled_from(["call", "last", "prefilled", "finish", "final", "abandon", "end", "observe"]),
             st.integers(0, 7),
             st.integers(1, 150),
             st.floats(0, 9),

@@ -34,7 +34,9 @@ def door_for(config: BasinConfig, capacity_tokens: int) -> Door | RecordedDoor:
         ),
         law=law_named("current" if watches else config.admission, alpha=config.reserved_growth),
         budget=Budget(
-            BudgetSettings(fixed_tokens=config.budget_tokens, knee_tokens=config.knee_tokens, band=config.adaptive_band),
+            BudgetSettings(
+                fixed_tokens=config.budget_tokens, knee_tokens=config.knee_tokens, band=config.adaptive_band
+            ),
             capacity_tokens,
         ),
         order=SizeAwareOrder(config.order_tokens_per_s) if config.order == "size" else ArrivalOrder(),

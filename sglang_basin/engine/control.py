@@ -7,6 +7,7 @@ Only msgpack of the types in `messages` is read; anything else is dropped and co
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -111,6 +112,7 @@ class DecodeEnd:
         """`on_open` is told of each new socket, for the scheduler's idle sleep to wake on it."""
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._monitors: dict[str, zmq.Socket[bytes]] = {}
         self._on_open = on_open
 
     def send(self, peer: str, message: messages.FromDecode) -> bool:
@@ -136,20 +138,38 @@ class DecodeEnd:
                     received.append((peer, message))
         return received
 
+    def lost(self) -> set[str]:
+        """Prefill instances to which an established connection broke since the last time. ZeroMQ connects again by
+        itself, and delivers what was queued meanwhile."""
+        lost = set()
+        for peer, monitor in self._monitors.items():
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    monitor.recv_multipart(zmq.NOBLOCK)
+                    lost.add(peer)
+        return lost
+
     def close(self) -> None:
         for socket in self._sockets.values():
+            socket.disable_monitor()
             socket.close(0)
+        for monitor in self._monitors.values():
+            monitor.close(0)
         self._context.term()
 
     def _open(self, peer: str) -> zmq.Socket[bytes]:
         socket = _socket(self._context, zmq.DEALER)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             socket.connect(peer)
         except zmq.ZMQError:
+            socket.disable_monitor()
             socket.close(0)
+            monitor.close(0)
             raise
         self._sockets[peer] = socket
+        self._monitors[peer] = monitor
         self._on_open(socket)
         return socket

@@ -123,6 +123,8 @@ class DecodeGate:
     def pass_on(self, requests: list[Any]) -> list[Any]:
         now_s = self._clock()
         self._turn.begin(requests)
+        for peer in self._control.lost():
+            self._forget_sessions(peer)
         for peer, message in self._control.receive():
             self._hear(peer, message, now_s)
         self._turn.judge_all(lambda request: self._take(request, now_s))
@@ -159,7 +161,7 @@ class DecodeGate:
 
     def _arrive(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
         session = stamped(request)
-        if session is None or not peers(request):
+        if session is None or not peers(request) or request.bootstrap_room in self._held:
             reason = Reason.NO_IDENTITY if session is None else Reason.ADMISSION_OFF
             metrics().decisions.labels("admit", reason.value).inc()
             request.priority = self._priorities.stamp(now_s)
@@ -188,6 +190,12 @@ class DecodeGate:
         request.priority = priority_ms
         self._inside[request.rid] = _Inside(peer, request.bootstrap_room, offers_tools(request))
         self._turn.go_on(request)
+
+    def _forget_sessions(self, peer: str) -> None:
+        """The connection to a prefill instance broke: a door behind a new one may be new itself, and what the old one
+        said since is lost. So its sessions are asked about again."""
+        for known in [known for known in self._entered if known[0] == peer]:
+            del self._entered[known]
 
     def _is_final(self, request: Any, call: _Inside) -> bool:
         try:

@@ -26,6 +26,7 @@ from sglang_basin.engine.requests import (
     TokenizedGenerateReqInput,
     aborts,
     call_id,
+    has_room,
 )
 from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.engine.turn import Turn
@@ -160,6 +161,10 @@ class PrefillGate:
     def _arrive(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
         session = stamped(request)
         call = call_id(request)
+        if call in self._held or (self.control is not None and not has_room(request)):
+            request.priority = self._priorities.stamp(now_s)
+            self._turn.go_on(request)  # no call that a router sends; SGLang has its own answer to it
+            return
         session_id, ends_session = session if session is not None else (None, False)
         decision = self.door.call(call, session_id, len(request.input_ids or ()), now_s, ends_session=ends_session)
         _count(decision)

@@ -9,7 +9,10 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 
-__all__ = ["AbortReq", "CloseSessionReqInput", "TokenizedGenerateReqInput", "aborts", "call_id", "peers"]
+__all__ = ["AbortReq", "CloseSessionReqInput", "TokenizedGenerateReqInput", "aborts", "call_id", "has_room", "peers"]
+
+MAX_ROOM = 2**63 - 1
+"""The routers' largest bootstrap room. A client that talks to an engine itself may send anything."""
 
 
 def call_id(request: TokenizedGenerateReqInput) -> str:
@@ -17,9 +20,15 @@ def call_id(request: TokenizedGenerateReqInput) -> str:
     return request.rid if request.bootstrap_room is None else str(request.bootstrap_room)
 
 
+def has_room(request: TokenizedGenerateReqInput) -> bool:
+    """Whether a call has a bootstrap room, as every call has that came through a router."""
+    room = request.bootstrap_room
+    return isinstance(room, int) and 0 <= room <= MAX_ROOM
+
+
 def peers(request: TokenizedGenerateReqInput) -> bool:
     """Whether a prefill instance really has the other leg: not so for warm-up and health checks."""
-    return request.bootstrap_room is not None and request.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST)
+    return has_room(request) and request.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST)
 
 
 def aborts(abort: AbortReq, rid: str) -> bool:

@@ -43,7 +43,7 @@ from sglang_basin.policy.sharing import SharedFront
 from sglang_basin.policy.shedding import Rates, SheddingSettings
 
 RETRY_AFTER_S = 30.0
-"""What a refused client is told to wait: under the 60 s above which SDKs ignore the advice."""
+"""What a refused client is told to wait at most: under the 60 s above which SDKs ignore the advice."""
 
 DISARM_SHARE = 0.9
 """Admission arms once the reservations are over the budget and disarms below this share of it, with nobody waiting."""
@@ -78,6 +78,11 @@ class DoorSettings:
     """What sessions share counts once in the budget, not once a session."""
     enabled: bool = True
     """False lets every call pass but keeps the table, so that the working set can still be watched."""
+
+    @property
+    def retry_after_s(self) -> float:
+        """What a refused client is told to wait: who does as told must find its place still there."""
+        return min(RETRY_AFTER_S, self.ticket_grace_s / 2) if self.ticket_grace_s > 0 else RETRY_AFTER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +197,7 @@ class Door:
                 return Admit(call_id, reason)
             if len(self._waiting) >= self._max_waiting:
                 self._remember_turned_away(session_id, now_s)
-                return Refuse(call_id, Reason.QUEUE_FULL, 0.0, RETRY_AFTER_S)
+                return Refuse(call_id, Reason.QUEUE_FULL, 0.0, self.settings.retry_after_s)
             self._tickets += 1
             session.ticket = self._tickets
             self._waiting[session_id] = session
@@ -504,7 +509,7 @@ class Door:
 
     def _refuse(self, call: Call, reason: Reason, now_s: float) -> Refuse:
         self._drop(call.call_id, now_s)
-        return Refuse(call.call_id, reason, now_s - call.arrived_s, RETRY_AFTER_S)
+        return Refuse(call.call_id, reason, now_s - call.arrived_s, self.settings.retry_after_s)
 
     def _turn_away(self, session: Session, reason: Reason, now_s: float) -> list[Refuse]:
         """A waiting session leaves for good: it keeps no place."""

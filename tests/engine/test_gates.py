@@ -360,3 +360,44 @@ def test_a_recording_on_a_full_disk_costs_its_lines_and_no_decision(pair: Pair) 
 def test_a_recording_that_cannot_be_opened_is_named() -> None:
     with pytest.raises(ConfigError, match=r"--basin-record /nowhere/door\.jsonl"):
         recording("/nowhere/door.jsonl")
+
+
+@pytest.mark.parametrize("room", [None, -1, 2**63, 2**70])
+def test_a_call_without_a_routers_room_passes_and_cannot_switch_the_gate_off(pair: Pair, room: int | None) -> None:
+    pair.enter("a", 1, 101)
+    odd = [pair.call("b", 2, side=side) for side in "pd"]
+    for request in odd:
+        request.bootstrap_room = room
+    assert pair.prefill.pass_on([odd[0]]) == [odd[0]]
+    assert pair.decode.pass_on([odd[1]]) == [odd[1]]
+    pair.clock.now_s = 31  # past the hold limit, were it held
+    assert pair.prefill.pass_on([]) == pair.decode.pass_on([]) == []
+
+
+def test_a_second_call_with_a_held_calls_room_does_not_make_the_first_one_disappear(pair: Pair) -> None:
+    pair.enter("a", 1, 101)
+    legs = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
+    pair.until(lambda p, d: pair.prefill._askers != {}, **legs)
+    doubles = [pair.call("b", 2, side=side) for side in "pd"]
+    assert pair.prefill.pass_on([doubles[0]]) == [doubles[0]]
+    assert pair.decode.pass_on([doubles[1]]) == [doubles[1]]
+    prefill_out, decode_out = pair.until(
+        lambda p, d: len(p) == 2 and len(d) == 1, prefill=[CloseSessionReqInput(session_id="a")]
+    )
+    assert prefill_out[1] is legs["prefill"][0]
+    assert decode_out[0] is legs["decode"][0]
+
+
+def test_decode_asks_again_after_its_connection_to_prefill_broke(pair: Pair) -> None:
+    """The door may have been started anew and know nobody, or have ended sessions without decode hearing of it."""
+    pair.enter("a", 1, 10)
+    assert pair.decode._entered
+    pair.channel.close()
+    deadline = time.monotonic() + 5
+    while pair.decode._entered:
+        assert time.monotonic() < deadline
+        pair.decode.pass_on([])
+    assert pair.decode.pass_on([pair.call("a", 2)]) == []
+
+    pair.prefill.control = PrefillEnd(HOST, pair.port)
+    pair.until(lambda p, d: rids(d) == ["d2"], prefill=[pair.call("a", 2, side="p")])

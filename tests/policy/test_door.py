@@ -342,3 +342,10 @@ def test_invariants_hold_under_any_course_of_events(events: list, budget_tokens:
     settle()
     assert door.state().live_sessions == 0
     assert door.state().working_set_tokens == door.state().reserved_tokens == 0
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 1.0, 40.0, 600.0])
+def test_the_advice_when_to_come_back_is_within_the_grace(grace_s: float) -> None:
+    settings = DoorSettings(idle_timeout_s=60, hold_limit_s=30, ticket_grace_s=grace_s)
+    assert 0 < settings.retry_after_s <= 60
+    assert settings.retry_after_s < grace_s or grace_s == 0

@@ -19,7 +19,7 @@ from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import DecodeEnd, address
 from sglang_basin.engine.finals import FinalAnswers
-from sglang_basin.engine.identity import offers_tools, stamped
+from sglang_basin.engine.identity import stamp_of
 from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics
 from sglang_basin.engine.priorities import PriorityClock
 from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, peers
@@ -160,14 +160,13 @@ class DecodeGate:
         self._turn.go_on(request)
 
     def _arrive(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
-        session = stamped(request)
-        if session is None or not peers(request) or request.bootstrap_room in self._held:
-            reason = Reason.NO_IDENTITY if session is None else Reason.ADMISSION_OFF
+        session_id = stamp_of(request).session_id
+        if session_id is None or not peers(request) or request.bootstrap_room in self._held:
+            reason = Reason.NO_IDENTITY if session_id is None else Reason.ADMISSION_OFF
             metrics().decisions.labels("admit", reason.value).inc()
             request.priority = self._priorities.stamp(now_s)
             self._turn.go_on(request)
             return
-        session_id, _ = session
         bootstrap_port = request.bootstrap_port or self._default_bootstrap_port
         peer = address(request.bootstrap_host, bootstrap_port + self._control_port_offset)
         entered = self._entered.get((peer, session_id))
@@ -188,7 +187,7 @@ class DecodeGate:
 
     def _let_on(self, request: Any, peer: str, priority_ms: int) -> None:
         request.priority = priority_ms
-        self._inside[request.rid] = _Inside(peer, request.bootstrap_room, offers_tools(request))
+        self._inside[request.rid] = _Inside(peer, request.bootstrap_room, stamp_of(request).tools)
         self._turn.go_on(request)
 
     def _forget_sessions(self, peer: str) -> None:

@@ -1,8 +1,8 @@
 """Who is calling: from headers and body to a session's name, in the HTTP process; and back out of the request later.
 
-The name travels to the scheduler as one action in SGLang's own `kv_hints` envelope, a field of the tokenized request
-that components without interest in it ignore. SGLang's `session_id` stays as the client sent it: with the session
-radix cache on it means more than identity.
+What is found travels to the scheduler as one action in SGLang's own `kv_hints` envelope, a field of the tokenized
+request that components without interest in it ignore. SGLang's `session_id` stays as the client sent it: with the
+session radix cache on it means more than identity. A client's own `kv_hints` pass, except for actions of this type.
 
 The module imports sglang only where it stamps, so that the rules can be read and tested without an engine.
 """
@@ -10,24 +10,58 @@ The module imports sglang only where it stamps, so that the rules can be read an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from sglang_basin.engine.metrics import fault, metrics
-from sglang_basin.wire import END_HEADERS, END_METADATA_KEY, SESSION_HEADERS
+from sglang_basin.engine.openings import served_openings
+from sglang_basin.wire import (
+    AGENT_HEADER,
+    END_HEADERS,
+    END_METADATA_KEY,
+    PARENT_AGENT_HEADER,
+    PARENT_HEADERS,
+    PARENT_METADATA_KEY,
+    SESSION_HEADERS,
+)
 
 MAX_NAME_CHARACTERS = 256
 MAX_BODY_BYTES = 64 * 2**20
 """A larger body is not searched for a name; headers still are."""
 
+INFERRED_PREFIX = "prompt~"
+"""What the ids of sessions start with that prefill's gate infers from prompts; no client's name may."""
+
 ACTION_TYPE = "basin.session"
-ACTION_VERSION = "1"
+ACTION_VERSION = "2"
 
 _ANTHROPIC_SESSION = re.compile(r"_session_([0-9A-Za-z-]{8,64})$")
 _TRUE = frozenset(("1", "true", "yes"))
+_MAX_FIELD_BYTES = 16 * 1024
+_MAX_METADATA_BYTES = 2**20
+
+Malformed = Callable[[str], None]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+
+
+class Stamp(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the HTTP process knows of a call and the scheduler cannot: the payload of a `basin.session` action."""
+
+    session_id: Name | None = None
+    parent_id: Name | None = None
+    """The session that started this one and waits for it."""
+    ends_session: bool = False
+    tools: bool = False
+    """The client offers the model tools."""
+    tail_tokens: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    """Tokens at the prompt's end that may read differently once the answer is history (`openings`)."""
+
+
+NO_STAMP = Stamp()
+"""Of a call that no HTTP process has looked at, such as the engine's own warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,57 +71,134 @@ class Claim:
     session_id: str
     source: str
     ends_session: bool
+    parent_id: str | None = None
 
 
-class _Body(msgspec.Struct):
-    """The fields of a request body that can name a session; everything else is skipped unparsed."""
+class Fields(msgspec.Struct):
+    """The fields of a request body that identity looks at, undecoded; everything else is skipped unparsed."""
 
+    session_id: msgspec.Raw = msgspec.Raw()
+    prompt_cache_key: msgspec.Raw = msgspec.Raw()
+    metadata: msgspec.Raw = msgspec.Raw()
+    client_metadata: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    tool_choice: msgspec.Raw = msgspec.Raw()
+
+    def offers_tools(self) -> bool:
+        """Whether the model may call a tool: chat, messages and responses all have a `tools` list."""
+        listed = bytes(self.tools).strip()
+        return listed[:1] == b"[" and listed[1:-1].strip() != b"" and bytes(self.tool_choice) != b'"none"'
+
+
+class _Metadata(msgspec.Struct):
+    """Of `metadata` and Codex's `client_metadata`."""
+
+    user_id: Any = None
+    thread_id: Any = None
+    end: Any = msgspec.field(default=None, name=END_METADATA_KEY)
+    parent_id: Any = msgspec.field(default=None, name=PARENT_METADATA_KEY)
+
+
+class _UserId(msgspec.Struct):
     session_id: Any = None
-    prompt_cache_key: Any = None
-    metadata: Any = None
 
 
-_decode_body = msgspec.json.Decoder(_Body).decode
+_decode_fields = msgspec.json.Decoder(Fields).decode
+_decode_metadata = msgspec.json.Decoder(_Metadata).decode
+_decode_user_id = msgspec.json.Decoder(_UserId).decode
+
+
+def read_fields(body: bytes, on_malformed: Malformed = lambda source: None) -> Fields:
+    """What a JSON body says to identity. Nothing of one over `MAX_BODY_BYTES`, or that is no JSON object."""
+    if not body or len(body) > MAX_BODY_BYTES:
+        return Fields()
+    try:
+        return _decode_fields(body)
+    except (msgspec.DecodeError, RecursionError):
+        on_malformed("body")
+        return Fields()
 
 
 def claim(
     headers: Mapping[str, str],
-    body: bytes,
+    body: bytes | Fields,
     *,
     session_id: object = None,
     routing_key: object = None,
-    on_malformed: Callable[[str], None] = lambda source: None,
+    on_malformed: Malformed = lambda source: None,
 ) -> Claim | None:
     """Find a call's session in DESIGN's order of explicit sources, or None when nothing names one.
 
     `session_id` and `routing_key` are SGLang's own fields, already parsed by the endpoint. A malformed name (not a
-    string, empty, over 256 characters or with unprintable ones) is reported to `on_malformed` by source and passed
-    over: the next source may still do.
+    string, empty, over 256 characters, with unprintable ones, or like an inferred one) is reported to `on_malformed`
+    by source and passed over: the next source may still do.
     """
-    fields = _read_body(body, on_malformed)
-    metadata = fields.metadata if isinstance(fields.metadata, dict) else {}
-    ends = any(str(headers.get(name, "")).lower() in _TRUE for name in END_HEADERS)
-    ends = ends or str(metadata.get(END_METADATA_KEY, "")).lower() in _TRUE
-
-    for source, name in _names(headers, fields, metadata, session_id, routing_key):
-        if name is None:
+    fields = body if isinstance(body, Fields) else read_fields(body, on_malformed)
+    metadata = _metadata(fields.metadata)
+    ends = any(_is_true(headers.get(name)) for name in END_HEADERS) or _is_true(metadata.end)
+    for source, value in _names(headers, fields, metadata, session_id, routing_key):
+        if value is None:
             continue
-        if isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable():
-            return Claim(name, source, ends)
-        on_malformed(source)
+        if (name := _name(value)) is None:
+            on_malformed(source)
+            continue
+        parent = metadata.parent_id or headers.get(PARENT_HEADERS.get(source, ""))
+        if source in ("x-claude-code-session-id", "body.metadata.user_id") and AGENT_HEADER in headers:
+            if (agent := _name(f"{name}/{headers[AGENT_HEADER]}")) is not None:
+                above = headers.get(PARENT_AGENT_HEADER)
+                name, source, parent = agent, AGENT_HEADER, f"{name}/{above}" if above else name
+            else:
+                on_malformed(AGENT_HEADER)
+        parent_id = _name(parent)
+        if parent is not None and parent_id is None:
+            on_malformed("parent")
+        return Claim(name, source, ends, parent_id if parent_id != name else None)
     return None
 
 
 def _names(
-    headers: Mapping[str, str], body: _Body, metadata: Mapping[str, Any], session_id: object, routing_key: object
+    headers: Mapping[str, str], fields: Fields, metadata: _Metadata, session_id: object, routing_key: object
 ) -> Iterator[tuple[str, object]]:
     yield SESSION_HEADERS[0], headers.get(SESSION_HEADERS[0])
-    yield "body.session_id", session_id if session_id is not None else body.session_id
+    yield "body.session_id", session_id if session_id is not None else _value(fields.session_id)
     for header in SESSION_HEADERS[1:]:
         yield header, headers.get(header)
-    yield "body.prompt_cache_key", body.prompt_cache_key
-    yield "body.metadata.user_id", _anthropic_session(metadata.get("user_id"))
+    yield "body.client_metadata.thread_id", _metadata(fields.client_metadata).thread_id
+    yield "body.prompt_cache_key", _value(fields.prompt_cache_key)
+    yield "body.metadata.user_id", _anthropic_session(metadata.user_id)
     yield "routing_key", routing_key
+
+
+def _name(value: object) -> str | None:
+    """The value if it can name a session."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARACTERS or not value.isprintable():
+        return None
+    return None if value.startswith(INFERRED_PREFIX) else value
+
+
+def _is_true(value: object) -> bool:
+    return str(value).lower() in _TRUE
+
+
+def _value(field: msgspec.Raw) -> object:
+    """A field's value; None where it is absent or null, and no name where it is too long or strange for one."""
+    if not field:
+        return None
+    if len(bytes(field)) > _MAX_FIELD_BYTES:
+        return b""
+    try:
+        return msgspec.json.decode(field)
+    except RecursionError:
+        return b""
+
+
+def _metadata(field: msgspec.Raw) -> _Metadata:
+    if not field or len(bytes(field)) > _MAX_METADATA_BYTES:
+        return _Metadata()
+    try:
+        return _decode_metadata(field)
+    except (msgspec.DecodeError, RecursionError):
+        return _Metadata()
 
 
 def _anthropic_session(user_id: object) -> object:
@@ -101,74 +212,86 @@ def _anthropic_session(user_id: object) -> object:
         return found.group(1)
     if user_id.startswith("{"):
         try:
-            return _decode_body(user_id).session_id
-        except msgspec.DecodeError:
+            return _decode_user_id(user_id).session_id
+        except (msgspec.DecodeError, RecursionError):
             return None
     return None
 
 
-def _read_body(body: bytes, on_malformed: Callable[[str], None]) -> _Body:
-    if not body or len(body) > MAX_BODY_BYTES:
-        return _Body()
-    try:
-        return _decode_body(body)
-    except (msgspec.DecodeError, RecursionError):
-        on_malformed("body")
-        return _Body()
-
-
 def stamp_request(original: Callable[..., Any], self: Any, obj: Any, request: Any = None) -> Any:
-    """Around `TokenizerManager.generate_request`: put the claim into `obj.kv_hints`, then go on as always."""
-    try:
-        if request is not None and hasattr(obj, "kv_hints"):
-            _stamp(obj, request)
-    except Exception:  # noqa: BLE001 - identity must never cost a call
-        fault("identity", "could not read a call's session; it is served without one")
+    """Around `TokenizerManager.generate_request`: put a `Stamp` into `obj.kv_hints`, then go on as always."""
+    if hasattr(obj, "kv_hints"):
+        try:
+            obj.kv_hints = _hints(obj.kv_hints, NO_STAMP)
+            if request is not None:
+                obj.kv_hints = _hints(obj.kv_hints, _look(obj, request))
+        except Exception:  # noqa: BLE001 - identity must never cost a call
+            fault("identity", "could not read a call's session; it is served without one")
     return original(self, obj, request)
 
 
-def _stamp(obj: Any, request: Any) -> None:
-    from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope, decode_kv_hints_envelope
-
+def _look(obj: Any, request: Any) -> Stamp:
     counts = metrics()
+
+    def on_malformed(source: str) -> None:
+        counts.malformed_identity.labels(source).inc()
+
+    fields = read_fields(getattr(request, "_body", b""), on_malformed)
     found = claim(
         request.headers,
-        getattr(request, "_body", b""),
+        fields,
         session_id=getattr(obj, "session_id", None),
         routing_key=getattr(obj, "routing_key", None),
-        on_malformed=lambda source: counts.malformed_identity.labels(source).inc(),
+        on_malformed=on_malformed,
     )
     counts.identity.labels(found.source if found else "none").inc()
-    sent = obj.kv_hints
-    if found is None and sent is None:
-        return
-    envelope = None if sent is None else decode_kv_hints_envelope(sent)
-    others = [action for action in (envelope.actions if envelope else ()) if action.action_type != ACTION_TYPE]
     if found is not None:
-        payload = {"session_id": found.session_id, "ends_session": found.ends_session}
-        others.append(
+        return Stamp(found.session_id, found.parent_id, found.ends_session, fields.offers_tools())
+    return Stamp(tools=fields.offers_tools(), tail_tokens=_tail_tokens(obj, request))
+
+
+def _tail_tokens(obj: Any, request: Any) -> int:
+    token_ids = getattr(obj, "input_ids", None)
+    chat = getattr(getattr(getattr(request, "app", None), "state", None), "openai_serving_chat", None)
+    if chat is None or not isinstance(token_ids, list) or not token_ids or not isinstance(token_ids[0], int):
+        return 0  # a text, which ends as it ends; or a batch of prompts
+    return min(served_openings(chat).tail_tokens(token_ids), 256)
+
+
+def _hints(sent: Any, stamp: Stamp) -> Any:
+    """The client's `kv_hints` (an envelope, one per prompt of a batch, or None) without actions of our type, and with
+    ours. Malformed ones are returned as they are: SGLang refuses them, with its own message."""
+    from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope, decode_kv_hints_envelope
+
+    if isinstance(sent, list):
+        return [_hints(one, stamp) for one in sent]
+    try:
+        envelope = decode_kv_hints_envelope(sent) if sent else None
+    except ValueError:
+        return sent
+    actions = [action for action in (envelope.actions if envelope else ()) if action.action_type != ACTION_TYPE]
+    if stamp is not NO_STAMP:
+        payload = msgspec.to_builtins(stamp)
+        actions.append(
             KvHintAction(action_id="basin", action_type=ACTION_TYPE, action_version=ACTION_VERSION, payload=payload)
         )
-    obj.kv_hints = KvHintsEnvelope(
+    if envelope is None and not actions:
+        return None
+    return KvHintsEnvelope(
         protocol_version=envelope.protocol_version if envelope else "1",
         message_id=envelope.message_id if envelope else "basin",
-        actions=others,
+        actions=actions,
     )
 
 
-def stamped(request: Any) -> tuple[str, bool] | None:
-    """(session id, whether the call ends it) of a tokenized request, or None for a call without identity."""
+def stamp_of(request: Any) -> Stamp:
+    """What the HTTP process stamped on a tokenized request; `NO_STAMP` if nothing, or nothing well-formed."""
     hints = request.kv_hints
-    if hints is None:
-        return None
-    for action in hints.actions:
+    actions: Sequence[Any] = hints.actions if hints is not None else ()
+    for action in actions:
         if action.action_type == ACTION_TYPE:
-            return action.payload["session_id"], bool(action.payload["ends_session"])
-    return None
-
-
-def offers_tools(request: Any) -> bool:
-    """Whether the client offered the model tools with this tokenized request."""
-    hints = request.kv_hints
-    actions = hints.actions if hints is not None else ()
-    return any(action.action_type == ACTION_TYPE and bool(action.payload.get("tools")) for action in actions)
+            try:
+                return msgspec.convert(action.payload, Stamp)
+            except msgspec.ValidationError:
+                metrics().malformed_identity.labels("stamp").inc()
+    return NO_STAMP

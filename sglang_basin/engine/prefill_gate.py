@@ -17,7 +17,7 @@ from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import PrefillEnd
 from sglang_basin.engine.door import door_for
-from sglang_basin.engine.identity import stamped
+from sglang_basin.engine.identity import stamp_of
 from sglang_basin.engine.metrics import SHOW_EVERY_S, log, metrics, show_door
 from sglang_basin.engine.priorities import PriorityClock
 from sglang_basin.engine.requests import (
@@ -159,14 +159,16 @@ class PrefillGate:
         self._turn.go_on(request)
 
     def _arrive(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
-        session = stamped(request)
+        stamp = stamp_of(request)
         call = call_id(request)
         if call in self._held or (self.control is not None and not has_room(request)):
             request.priority = self._priorities.stamp(now_s)
             self._turn.go_on(request)  # no call that a router sends; SGLang has its own answer to it
             return
-        session_id, ends_session = session if session is not None else (None, False)
-        decision = self.door.call(call, session_id, len(request.input_ids or ()), now_s, ends_session=ends_session)
+        session_id = stamp.session_id
+        decision = self.door.call(
+            call, session_id, len(request.input_ids or ()), now_s, ends_session=stamp.ends_session
+        )
         _count(decision)
         order_s = now_s if session_id is None else self.door.order(session_id, now_s)
         request.priority = self._priorities.stamp(order_s)
@@ -181,7 +183,7 @@ class PrefillGate:
             self._held[call] = request
             self._turn_away(decision, now_s)
         else:
-            self._enter(call, request, track=session is not None)
+            self._enter(call, request, track=session_id is not None)
 
     def _enter(self, call: str, request: TokenizedGenerateReqInput, *, track: bool = True) -> None:
         if track:

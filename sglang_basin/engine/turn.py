@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput
 
-from sglang_basin.engine.identity import stamped
+from sglang_basin.engine.identity import stamp_of
 from sglang_basin.engine.metrics import fault
 
 
@@ -33,7 +33,9 @@ class Turn:
         while self._to_judge:
             request = self._to_judge.popleft()
             try:
-                if isinstance(request, BatchTokenizedGenerateReqInput) and any(stamped(call) for call in request):
+                if isinstance(request, BatchTokenizedGenerateReqInput) and any(
+                    stamp_of(call).session_id is not None for call in request
+                ):
                     self._to_judge.extendleft(reversed(request.batch))
                 else:
                     judge(request)

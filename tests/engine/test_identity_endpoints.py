@@ -1,4 +1,4 @@
-"""Identity on the real stack, at every endpoint: by headers straight at an engine, by body fields through the router."""
+"""Identity on the real stack, at every endpoint: headers straight at an engine, body fields through the router."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ The module imports sglang only where it stamps, so that the rules can be read an
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +18,10 @@ from typing import Annotated, Any
 
 import msgspec
 
+from sglang_basin.config import BasinConfig
 from sglang_basin.engine.metrics import fault, metrics
 from sglang_basin.engine.openings import served_openings
+from sglang_basin.predictor.payload import task_payload
 from sglang_basin.wire import (
     AGENT_HEADER,
     END_HEADERS,
@@ -58,6 +62,8 @@ class Stamp(msgspec.Struct, frozen=True, omit_defaults=True):
     """The client offers the model tools."""
     tail_tokens: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """Tokens at the prompt's end that may read differently once the answer is history (`openings`)."""
+    task: dict[str, Any] | None = None
+    """What the predictor may know of the session (`predictor.payload`), on prefill where a predictor uses it."""
 
 
 NO_STAMP = Stamp()
@@ -224,19 +230,21 @@ def stamp_request(original: Callable[..., Any], self: Any, obj: Any, request: An
         try:
             obj.kv_hints = _hints(obj.kv_hints, NO_STAMP)
             if request is not None:
-                obj.kv_hints = _hints(obj.kv_hints, _look(obj, request))
+                on_decode = self.disaggregation_mode.value == "decode"
+                obj.kv_hints = _hints(obj.kv_hints, _look(obj, request, with_task=not on_decode and _uses_tasks()))
         except Exception:  # noqa: BLE001 - identity must never cost a call
             fault("identity", "could not read a call's session; it is served without one")
     return original(self, obj, request)
 
 
-def _look(obj: Any, request: Any) -> Stamp:
+def _look(obj: Any, request: Any, *, with_task: bool) -> Stamp:
     counts = metrics()
+    body = getattr(request, "_body", b"")
 
     def on_malformed(source: str) -> None:
         counts.malformed_identity.labels(source).inc()
 
-    fields = read_fields(getattr(request, "_body", b""), on_malformed)
+    fields = read_fields(body, on_malformed)
     found = claim(
         request.headers,
         fields,
@@ -245,9 +253,21 @@ def _look(obj: Any, request: Any) -> Stamp:
         on_malformed=on_malformed,
     )
     counts.identity.labels(found.source if found else "none").inc()
-    if found is not None:
-        return Stamp(found.session_id, found.parent_id, found.ends_session, fields.offers_tools())
-    return Stamp(tools=fields.offers_tools(), tail_tokens=_tail_tokens(obj, request))
+    return Stamp(
+        session_id=found.session_id if found else None,
+        parent_id=found.parent_id if found else None,
+        ends_session=found.ends_session if found else False,
+        tools=fields.offers_tools(),
+        tail_tokens=0 if found else _tail_tokens(obj, request),
+        task=task_payload(body) if with_task else None,
+    )
+
+
+@functools.cache
+def _uses_tasks() -> bool:
+    """Whether this engine's predictor, or its session log, wants to know about tasks."""
+    config = BasinConfig.from_environment(os.environ)
+    return config is not None and (config.predictor != "seen" or getattr(config, "session_log", None) is not None)
 
 
 def _tail_tokens(obj: Any, request: Any) -> int:

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_basin.config import ENVIRONMENT_VARIABLE, BasinConfig
+from sglang_basin.engine import identity
 from sglang_basin.engine.identity import (
     ACTION_TYPE,
     INFERRED_PREFIX,
@@ -23,6 +25,7 @@ from sglang_basin.engine.identity import (
     stamp_of,
     stamp_request,
 )
+from sglang_basin.predictor.payload import task_payload
 from sglang_basin.wire import PARENT_HEADERS, SESSION_HEADERS
 
 
@@ -183,11 +186,14 @@ def test_whether_tools_are_offered(sent: dict[str, Any], offered: bool) -> None:
     assert read_fields(json.dumps(sent, indent=2).encode()).offers_tools() is offered
 
 
+MANAGER = SimpleNamespace(disaggregation_mode=SimpleNamespace(value="prefill"))
+
+
 def through_the_http_process(sent: bytes, *, headers: dict[str, str] | None = None, **fields: Any) -> Any:
     """What the tokenizer's object carries once `stamp_request` has seen it."""
     request = SimpleNamespace(headers=headers or {}, _body=sent)
     obj = SimpleNamespace(**{"session_id": None, "routing_key": None, "input_ids": [1, 2], "kv_hints": None, **fields})
-    return stamp_request(lambda self, obj, request: obj, None, obj, request)
+    return stamp_request(lambda self, obj, request: obj, MANAGER, obj, request)
 
 
 def action(action_type: str = ACTION_TYPE, **payload: Any) -> dict[str, Any]:
@@ -202,6 +208,22 @@ def test_a_stamp_arrives_as_it_was_made() -> None:
     headers = {**CLAUDE, "x-claude-code-agent-id": "a1", "x-basin-session-end": "1"}
     obj = through_the_http_process(body(tools=[{"name": "f"}]), headers=headers)
     assert stamp_of(obj) == Stamp("s/a1", "s", ends_session=True, tools=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "predictor", "expected"),
+    [("prefill", "trained", True), ("null", "trained", True), ("decode", "trained", False), ("prefill", "seen", False)],
+)
+def test_the_task_travels_to_where_a_predictor_reads_it(
+    monkeypatch: pytest.MonkeyPatch, mode: str, predictor: str, expected: bool
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, BasinConfig(predictor=predictor).to_json())
+    monkeypatch.setattr(MANAGER, "disaggregation_mode", SimpleNamespace(value=mode))
+    identity._uses_tasks.cache_clear()
+    sent = body(messages=[{"role": "user", "content": "Mend the parser so that it reads dates."}])
+    task = stamp_of(through_the_http_process(sent)).task
+    identity._uses_tasks.cache_clear()
+    assert task == (task_payload(sent) if expected else None)
 
 
 def test_a_call_without_a_name_is_stamped_too() -> None:
@@ -232,7 +254,7 @@ def test_a_forged_stamp_is_dropped_when_the_request_cannot_be_read() -> None:
             raise RuntimeError("no headers")
 
     obj = SimpleNamespace(kv_hints=hints(action(session_id="victim")))
-    stamp_request(lambda self, obj, request: obj, None, obj, Broken())
+    stamp_request(lambda self, obj, request: obj, MANAGER, obj, Broken())
     assert stamp_of(obj) is NO_STAMP
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,6 +101,12 @@ class DoorState:
     budget_tokens: int
     reference_tokens: int
     armed: bool
+    tickets: int
+    """Waiting sessions without a call: their client left, and they keep their place for a while."""
+    head_wait_s: float
+    """How long the first in the queue has waited; 0 while nobody waits."""
+    high_hit_rate: float
+    """The hit rate of this deployment while all is well, as the budget has learned it."""
 
 
 class Door:
@@ -145,7 +152,7 @@ class Door:
         self._armed = False
         self._next_shed_s = float("-inf")
         self._now_s = float("-inf")
-        self._ended: list[str] = []
+        self._ended: list[Session] = []
 
     # What happens to calls and sessions.
 
@@ -294,8 +301,8 @@ class Door:
                 outcomes.append(Admit(call.call_id, reason, now_s - call.arrived_s))
         return outcomes
 
-    def take_ended(self) -> list[str]:
-        """Ids of sessions that ended since the last time, for those who remember them elsewhere."""
+    def take_ended(self) -> list[Session]:
+        """Sessions that ended since the last time, for those who remember them elsewhere or judge the predictions."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -328,6 +335,7 @@ class Door:
         return None
 
     def state(self) -> DoorState:
+        head = self._head()
         return DoorState(
             live_sessions=len(self._live),
             queued_sessions=len(self._waiting),
@@ -338,7 +346,15 @@ class Door:
             budget_tokens=self.budget.tokens,
             reference_tokens=self.budget.reference_tokens,
             armed=self._armed,
+            tickets=len(self._away),
+            head_wait_s=0.0 if head is None else self._now_s - head.arrived_s,
+            high_hit_rate=self.budget.high_hit_rate,
         )
+
+    def sessions(self) -> Iterator[Session]:
+        """All that are live or wait, in no useful order. The door must not change meanwhile."""
+        yield from self._live.values()
+        yield from self._waiting.values()
 
     def session_of(self, call_id: str) -> str | None:
         """The session of a call that is held or runs; None for one that is over or was never brought here."""
@@ -440,6 +456,7 @@ class Door:
         session.peak_tokens = max(session.peak_tokens, context_tokens)
         if self._predictor is not None:
             session.prediction = self._predictor.predict(session)
+            session.first_prediction = session.first_prediction or session.prediction
         if session.live:
             self._reserve(session)
 
@@ -469,7 +486,7 @@ class Door:
         for call_id in session.calls:
             del self._calls[call_id]
         session.calls.clear()
-        self._ended.append(session.session_id)
+        self._ended.append(session)
         if completed:
             self._rates.completed(self._now_s)
             if self._predictor is not None:

@@ -32,7 +32,7 @@ class RecordedDoor:
         self.door = door
         self._write = write
         self._bytes = 0
-        self._ended: list[str] = []
+        self._ended: list[Session] = []
 
     @property
     def settings(self) -> DoorSettings:
@@ -92,10 +92,10 @@ class RecordedDoor:
         outcomes = self.door.poll(now_s)
         ended = self.door.take_ended()
         self._ended += ended
-        self._note("poll", (now_s,), (outcomes, ended))
+        self._note("poll", (now_s,), (outcomes, _names(ended)))
         return outcomes
 
-    def take_ended(self) -> list[str]:
+    def take_ended(self) -> list[Session]:
         """What ended up to the last poll: part of that poll's line."""
         ended, self._ended = self._ended, []
         return ended
@@ -108,6 +108,9 @@ class RecordedDoor:
 
     def order(self, session_id: str, call_arrived_s: float) -> float:
         return self.door.order(session_id, call_arrived_s)
+
+    def sessions(self) -> Iterator[Session]:
+        return self.door.sessions()
 
     def live_session(self, session_id: str) -> Session | None:
         return self.door.live_session(session_id)
@@ -161,13 +164,17 @@ def _tell(door: Door, what: str, told: list[Any]) -> Any:
         door.finish(call_id, output_tokens, now_s, final=final)
         return None
     if what == "poll":
-        return door.poll(*told), door.take_ended()
+        return door.poll(*told), _names(door.take_ended())
     known: dict[str, Callable[..., Any]] = {
         "decoding": door.decoding,
         "abandon": door.abandon,
         "end": door.end,
     }
     return known[what](*told)
+
+
+def _names(sessions: list[Session]) -> list[str]:
+    return [session.session_id for session in sessions]
 
 
 def _plain(answer: Any) -> Any:

@@ -47,6 +47,8 @@ class Session:
     """Fixed at arrival; lowest goes first everywhere."""
     prediction: Prediction | None = None
     """Of its peak context, as of its latest call."""
+    first_prediction: Prediction | None = None
+    """The same as of its first call, to be compared with the peak in the end."""
     calls_seen: int = 0
     first_tokens: int = 0
     """The first call's prompt."""

@@ -82,7 +82,7 @@ def test_the_end_of_a_session_lets_the_queue_enter_in_order_of_arrival() -> None
     door.finish("1", 0, 10.0)
     door.end("a", 10.0)
     assert [outcome.call_id for outcome in door.poll(10.0)] == ["2", "3"]
-    assert door.take_ended() == ["a"]
+    assert [session.session_id for session in door.take_ended()] == ["a"]
 
 
 def test_a_session_waiting_with_two_calls_enters_with_both() -> None:
@@ -169,7 +169,7 @@ def test_a_session_ends_a_grace_after_its_final_answer() -> None:
     assert door.state().live_sessions == 1
     door.poll(7.0)
     assert door.state().live_sessions == 0
-    assert door.take_ended() == ["a"]
+    assert [session.session_id for session in door.take_ended()] == ["a"]
     assert door.call("2", "a", 20, 8.0).reason is not Reason.LIVE_SESSION, "what comes after the end is a new session"
 
 

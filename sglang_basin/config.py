@@ -240,6 +240,15 @@ OPTIONS: tuple[Option, ...] = (
         why="unset: for development and for reporting a surprise; it names sessions",
     ),
     Option(
+        name="decision_log",
+        parse=str,
+        types=(str, type(None)),
+        default=None,
+        help="file of prefill's decisions, one JSON line each with its reason and numbers; it rotates at 64 MiB, four "
+        "files at most, and names sessions by a hash",
+        why="unset: the metrics count decisions by reason; the log is for asking why one of them fell",
+    ),
+    Option(
         name="max_live_sessions",
         parse=int,
         types=(int,),
@@ -276,6 +285,7 @@ class BasinConfig:
     control_host: str | None = None
     control_port_offset: int = 1000
     record: str | None = None
+    decision_log: str | None = None
     max_live_sessions: int = 100_000
 
     def __post_init__(self) -> None:

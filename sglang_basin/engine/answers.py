@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from http import HTTPStatus
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from sglang_basin.engine.refusals import finish_reason
 from sglang_basin.policy.decisions import Reason
 
-Answer = Callable[[Any, str, int | None], None]
-"""(request, message, status code or None): tell the tokenizer that the request is over."""
+Answer = Callable[[Any, str, Mapping[str, str | int] | None], None]
+"""(request, message, SGLang's finish reason or None): tell the tokenizer that the request is over."""
 
 _TEXTS = {
     Reason.HELD_TOO_LONG: "The server is at capacity and this new session could not be admitted in time.",
@@ -27,7 +27,8 @@ def refusal(reason: Reason, retry_after_s: float) -> str:
 
 def refuse(answer: Answer, request: Any, reason: Reason, retry_after_s: float) -> None:
     """Answer a held request 503."""
-    answer(request, refusal(reason, retry_after_s), HTTPStatus.SERVICE_UNAVAILABLE.value)
+    message = refusal(reason, retry_after_s)
+    answer(request, message, finish_reason(message, reason, retry_after_s))
 
 
 def drop(answer: Answer, request: Any) -> None:
@@ -39,8 +40,7 @@ def scheduler_answer(scheduler: Any) -> Answer:
     """The answer function of a live scheduler."""
     from sglang.srt.managers.io_struct import AbortReq
 
-    def answer(request: Any, message: str, status: int | None) -> None:
-        reason = None if status is None else {"type": "abort", "status_code": status, "message": message}
+    def answer(request: Any, message: str, reason: Mapping[str, str | int] | None) -> None:
         scheduler.send_abort_output(AbortReq(rid=request.rid, finished_reason=reason, abort_message=message), request)
 
     return answer

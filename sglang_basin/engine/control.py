@@ -125,6 +125,11 @@ class DecodeEnd:
             return False
         return True
 
+    @property
+    def peers(self) -> list[str]:
+        """The prefill instances that it has connected to."""
+        return list(self._sockets)
+
     def receive(self) -> list[tuple[str, messages.FromPrefill]]:
         """What prefill instances sent since the last time, with which one."""
         received = []

@@ -18,13 +18,16 @@ from sglang_basin.config import BasinConfig
 from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import DecodeEnd, address
+from sglang_basin.engine.figures import cache_figures, control_figures
 from sglang_basin.engine.finals import FinalAnswers
 from sglang_basin.engine.identity import stamp_of
-from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics
+from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics, show_control
 from sglang_basin.engine.priorities import PriorityClock
 from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, peers
 from sglang_basin.engine.turn import Turn
+from sglang_basin.engine.watch import EngineWatch
 from sglang_basin.policy.decisions import Reason
+from sglang_basin.status import ControlFigures, Status
 
 ASK_AGAIN_S = 5.0
 """A waiting call is asked about again this often: prefill's answer is its sign of life."""
@@ -77,6 +80,7 @@ class DecodeGate:
         idle_timeout_s: float,
         max_sessions: int,
         finals: FinalAnswers,
+        watch: EngineWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control = control
@@ -87,6 +91,8 @@ class DecodeGate:
         self._idle_timeout_s = idle_timeout_s
         self._max_sessions = max_sessions
         self._finals = finals
+        self._watch = watch
+        self._heard_s: dict[str, float] = {}  # prefill -> when its last message came
         self._clock = clock
         self._priorities = PriorityClock(clock)
         self._held: dict[int, _Held] = {}  # by bootstrap room
@@ -113,6 +119,7 @@ class DecodeGate:
             idle_timeout_s=config.idle_timeout_s,
             max_sessions=config.max_live_sessions,
             finals=FinalAnswers.for_scheduler(scheduler),
+            watch=EngineWatch(scheduler),
         )
 
     def __repr__(self) -> str:
@@ -133,6 +140,7 @@ class DecodeGate:
         if now_s >= self._next_show_s:
             self._next_show_s = now_s + SHOW_EVERY_S
             metrics().held_calls.set(len(self._held))
+            show_control(self._control_figures(now_s))
         if now_s >= self._next_report_s:
             self._report_running(now_s)
         return self._turn.end()
@@ -142,6 +150,18 @@ class DecodeGate:
         if call is not None:
             output_tokens = len(getattr(request, "output_ids", None) or ())
             self._control.send(call.peer, messages.Left(call.room, output_tokens, self._is_final(request, call)))
+
+    def describe(self, status: Status) -> None:
+        now_s = self._clock()
+        status.held_calls = len(self._held)
+        status.entered_sessions = len(self._entered)
+        status.control = self._control_figures(now_s)
+        if self._watch is not None:
+            status.cache = cache_figures(self._watch.view(now_s))
+
+    def _control_figures(self, now_s: float) -> ControlFigures:
+        unanswered = sum(waiting.unanswered_s is not None for waiting in self._held.values())
+        return control_figures(None, {peer: self._heard_s.get(peer) for peer in self._control.peers}, unanswered, now_s)
 
     def let_go(self) -> list[Any]:
         held = [*(waiting.request for waiting in self._held.values()), *self._turn.rest()]
@@ -212,6 +232,7 @@ class DecodeGate:
     # How prefill is heard and asked.
 
     def _hear(self, peer: str, message: messages.FromPrefill, now_s: float) -> None:
+        self._heard_s[peer] = now_s
         if isinstance(message, messages.Ended):
             for session_id in message.session_ids:
                 self._entered.pop((peer, session_id), None)

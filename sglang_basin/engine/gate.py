@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from sglang_basin.config import BasinConfig
-from sglang_basin.engine.metrics import fault, log
+from sglang_basin.engine.metrics import fault, log, metrics
 from sglang_basin.engine.rooms import DroppedRooms, RoomTables
+from sglang_basin.status import Status
 
 
 class Gate(Protocol):
@@ -25,6 +26,9 @@ class Gate(Protocol):
 
     def left(self, request: Any) -> None:
         """A call has left SGLang: finished, handed over to decode, aborted or failed."""
+
+    def describe(self, status: Status) -> None:
+        """Put this gate's figures into `status`, for whoever watches."""
 
     def let_go(self) -> list[Any]:
         """Give up: return every request that is held or was under way, and hold none from now on. Must not raise."""
@@ -38,9 +42,21 @@ class _Attached:
     """None off rank 0, and after a fault."""
     rooms: RoomTables | None
     """On every rank of a prefill instance."""
+    failed: bool = False
 
 
 _here = _Attached(None, None)
+
+
+def condition() -> Literal["on", "failed", "absent"]:
+    """How this process's gate is doing; absent off rank 0."""
+    return "failed" if _here.failed else "absent" if _here.gate is None else "on"
+
+
+def describe(status: Status) -> None:
+    """Let the gate, if there is one, put its figures into `status`."""
+    if _here.gate is not None:
+        _here.gate.describe(status)
 
 
 def attach(result: Any, self: Any) -> None:
@@ -70,6 +86,7 @@ def attach(result: Any, self: Any) -> None:
         from sglang_basin.engine.prefill_gate import PrefillGate
 
         _here.gate = PrefillGate.for_scheduler(self, config)
+    metrics().gate_up.set(1)
     log.info("Basin's gate is in place: %s, %s", role, _here.gate)
 
 
@@ -125,4 +142,6 @@ def _left(req: Any) -> None:
 def _give_up() -> list[Any]:
     fault("gate", "the gate failed and is off until a restart; all calls go on as in stock SGLang")
     gate, _here.gate = _here.gate, None
+    _here.failed = True
+    metrics().gate_up.set(0)
     return gate.let_go() if gate is not None else []

@@ -48,9 +48,11 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _RECEIVER = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver"
 
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        target=f"{_TOKENIZER}.generate_request",
         kind="around",
         function="sglang_basin.engine.identity:stamp_request",
         parameters=("self", "obj", "request"),
@@ -104,6 +106,27 @@ HOOKS: tuple[Hook, ...] = (
         function="sglang_basin.engine.priorities:count_queue_as_one",
         parameters=("self", "gauge", "data"),
         why="a series per priority would grow without end; the totals stay",
+    ),
+    Hook(
+        target=f"{_SCHEDULER}.get_internal_state",
+        kind="around",
+        function="sglang_basin.engine.status:report_state",
+        parameters=("self", "recv_req"),
+        why="SGLang's own question from the HTTP process to the scheduler; carries /basin/status, and no other answer",
+    ),
+    Hook(
+        target=f"{_TOKENIZER}._handle_abort_finish_reason",
+        kind="before",
+        function="sglang_basin.engine.refusals:note_refusal",
+        parameters=("self", "out", "state", "is_stream"),
+        why="the one place where every endpoint's refused call passes with its reason, before the first byte",
+    ),
+    Hook(
+        target="sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        kind="before",
+        function="sglang_basin.engine.http_app:extend_app",
+        parameters=("server_args", "tokenizer_manager"),
+        why="the app exists, its API-key middleware and its first request do not yet; SGLang has no option for routes",
     ),
 )
 

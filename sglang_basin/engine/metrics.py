@@ -152,11 +152,14 @@ def show_door(state: DoorState) -> None:
     shown.live_sessions.set(state.live_sessions)
     shown.queued_sessions.set(state.queued_sessions)
     shown.held_calls.set(state.held_calls)
+    shown.tickets.set(state.tickets)
+    shown.head_wait.set(state.head_wait_s)
     shown.working_set.set(state.working_set_tokens)
     shown.distinct_working_set.set(state.distinct_tokens)
     shown.reserved.set(state.reserved_tokens)
     shown.budget.set(state.budget_tokens)
     shown.reference.set(state.reference_tokens)
+    shown.high_hit_ratio.set(state.high_hit_rate)
 
 
 def show_cache(view: EngineView) -> None:

@@ -10,15 +10,26 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_basin.config import BasinConfig
 from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import PrefillEnd
+from sglang_basin.engine.decision_log import KINDS, DecisionLog
 from sglang_basin.engine.door import door_for
+from sglang_basin.engine.figures import cache_figures, control_figures, door_figures
 from sglang_basin.engine.identity import stamp_of
-from sglang_basin.engine.metrics import SHOW_EVERY_S, log, metrics, show_door
+from sglang_basin.engine.metrics import (
+    SHOW_EVERY_S,
+    log,
+    metrics,
+    show_cache,
+    show_control,
+    show_door,
+    show_prediction,
+)
 from sglang_basin.engine.priorities import PriorityClock
 from sglang_basin.engine.requests import (
     AbortReq,
@@ -33,7 +44,9 @@ from sglang_basin.engine.turn import Turn
 from sglang_basin.engine.watch import EngineWatch
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Reason, Refuse
 from sglang_basin.policy.door import Door
+from sglang_basin.policy.interface import EngineView
 from sglang_basin.policy.recording import RecordedDoor
+from sglang_basin.status import ControlFigures, Status
 
 T = TypeVar("T")
 
@@ -56,6 +69,7 @@ class PrefillGate:
         control: PrefillEnd | None,
         answer: Answer,
         watch: EngineWatch | None = None,
+        decision_log: DecisionLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`control` is None for a unified server, which has no decode instances; `watch` is None where no scheduler
@@ -64,6 +78,8 @@ class PrefillGate:
         self.control = control
         self._answer = answer
         self._watch = watch
+        self._view: EngineView | None = None  # what the watch saw last
+        self._decision_log = decision_log
         self._turn = Turn()
         self._clock = clock
         self._priorities = PriorityClock(clock)
@@ -72,7 +88,7 @@ class PrefillGate:
         self._askers: dict[str, bytes] = {}  # held call's id -> the decode gate that waits for its verdict
         self._early: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # asked about before its own leg came
         self._turned: OrderedDict[str, tuple[messages.Turned, float]] = OrderedDict()  # before decode has asked
-        self._gates: set[bytes] = set()  # every decode gate heard of
+        self._gates: dict[bytes, float] = {}  # every decode gate heard of -> when last
         self._dropped_rooms: list[int] = []
         self._changed = False  # something happened at the door since the last poll
         self._next_poll_s = 0.0
@@ -92,7 +108,9 @@ class PrefillGate:
 
                 scheduler.idle_sleeper.poller.register(control.socket, zmq.POLLIN)
         door = door_for(config, scheduler.max_total_num_tokens)
-        return cls(door, control, scheduler_answer(scheduler), EngineWatch(scheduler))
+        log_path = config.decision_log
+        decision_log = None if log_path is None else DecisionLog(Path(log_path))
+        return cls(door, control, scheduler_answer(scheduler), EngineWatch(scheduler), decision_log)
 
     def __repr__(self) -> str:
         rule = f"admission by {self.door.law.name} reservation" if self.door.settings.enabled else "admission off"
@@ -138,6 +156,17 @@ class PrefillGate:
         else:
             self.door.prefilled(known, now_s)
 
+    def describe(self, status: Status) -> None:
+        now_s = self._clock()
+        state = self.door.state()
+        status.door = door_figures(self.door, now_s)
+        status.held_calls = len(self._held)
+        status.entered_sessions = state.live_sessions
+        if self._view is not None:
+            status.cache = cache_figures(self._view, state.high_hit_rate)
+        if self.control is not None:
+            status.control = self._control_figures(self.control.address, now_s)
+
     def let_go(self) -> list[Any]:
         held = [*self._held.values(), *self._turn.rest()]
         self._held.clear()
@@ -169,9 +198,9 @@ class PrefillGate:
         decision = self.door.call(
             call, session_id, len(request.input_ids or ()), now_s, ends_session=stamp.ends_session
         )
-        _count(decision)
         order_s = now_s if session_id is None else self.door.order(session_id, now_s)
         request.priority = self._priorities.stamp(order_s)
+        self._note(decision, request, session_id)
         if (early := self._early.pop(call, None)) is not None:
             self._askers[call] = early[0]
         if isinstance(decision, Queue):
@@ -201,8 +230,9 @@ class PrefillGate:
 
     def _conclude(self, outcome: Outcome, now_s: float) -> None:
         """A wait at the door has ended: tell both legs."""
-        _count(outcome)
         call = outcome.call_id
+        if (request := self._held.get(call)) is not None:
+            self._note(outcome, request, stamp_of(request).session_id)
         if isinstance(outcome, Admit):
             metrics().door_wait.observe(outcome.waited_s)
             self._enter(call, self._held.pop(call))
@@ -233,7 +263,7 @@ class PrefillGate:
     # How decode gates are heard and told.
 
     def _hear(self, peer: bytes, message: messages.FromDecode, now_s: float) -> None:
-        self._gates.add(peer)
+        self._gates[peer] = now_s
         if isinstance(message, messages.Ask):
             self._asked(peer, message.room, now_s)
         elif isinstance(message, messages.Left):
@@ -267,23 +297,48 @@ class PrefillGate:
             self.door.finish(call, message.output_tokens, now_s, final=message.final)
 
     def _tell_ended(self) -> None:
-        ended = self.door.take_ended()
+        sessions = self.door.take_ended()
+        for session in sessions:
+            show_prediction(session)
+        ended = [session.session_id for session in sessions]
         for start in range(0, len(ended), 64):
             for gate in list(self._gates):
                 self._send(gate, messages.Ended(ended[start : start + 64]))
 
+    def _note(self, decision: Decision, request: TokenizedGenerateReqInput, session_id: str | None) -> None:
+        """Count a decision about `request`, and log it where that was asked for."""
+        metrics().decisions.labels(KINDS[type(decision)], decision.reason.value).inc()
+        if self._decision_log is None:
+            return
+        session = None if session_id is None else self.door.live_session(session_id)
+        self._decision_log.note(
+            decision,
+            session_id,
+            self.door.state(),
+            priority_ms=request.priority,
+            need_tokens=None if session is None else round(session.reserved_tokens),
+        )
+
     def _look(self, now_s: float) -> None:
         """Once a second: let the budget follow the engine, show the state, forget what was asked in vain."""
         if self._watch is not None:
-            self.door.observe(self._watch.view(now_s), now_s)
+            self._view = self._watch.view(now_s)
+            self.door.observe(self._view, now_s)
+            show_cache(self._view)
         show_door(self.door.state())
+        if self.control is not None:
+            show_control(self._control_figures(self.control.address, now_s))
         for kept in (self._early, self._turned):
             while kept and now_s - next(iter(kept.values()))[1] > REMEMBER_FOR_S:
                 kept.popitem(last=False)
 
     def _send(self, peer: bytes, message: messages.FromPrefill) -> None:
         if self.control is None or not self.control.send(peer, message):
-            self._gates.discard(peer)
+            self._gates.pop(peer, None)
+
+    def _control_figures(self, address: str, now_s: float) -> ControlFigures:
+        heard_s = {peer.hex(): at_s for peer, at_s in self._gates.items()}
+        return control_figures(address, heard_s, len(self._early), now_s)
 
 
 def _remember(kept: OrderedDict[str, T], call: str, what: T) -> None:
@@ -298,8 +353,3 @@ def _failed(request: Any) -> bool:
 
     reason = getattr(request, "finished_reason", None)
     return reason is None or isinstance(reason, FINISH_ABORT)
-
-
-def _count(decision: Decision) -> None:
-    kind = {Admit: "admit", Queue: "queue", Refuse: "refuse"}[type(decision)]
-    metrics().decisions.labels(kind, decision.reason.value).inc()

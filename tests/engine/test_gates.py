@@ -20,6 +20,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_basin.config import ConfigError
 from sglang_basin.engine import decode_gate, gate, messages
+from sglang_basin.engine.answers import Answer
 from sglang_basin.engine.control import ControlError, DecodeEnd, PrefillEnd, address
 from sglang_basin.engine.decode_gate import DecodeGate
 from sglang_basin.engine.door import recording
@@ -75,8 +76,10 @@ class Pair:
             clock=self.clock,
         )
 
-    def _answer(self, side: str) -> Callable[[Any, str, int | None], None]:
-        return lambda request, message, status: self.answers[side].append((request.rid, status))
+    def _answer(self, side: str) -> Answer:
+        return lambda request, message, reason: self.answers[side].append(
+            (request.rid, None if reason is None else reason["status_code"])
+        )
 
     def call(self, session: str | None, room: int, tokens: int = 10, *, side: str = "d", ends: bool = False) -> Any:
         hints = None
@@ -164,7 +167,7 @@ def test_decodes_report_of_the_last_calls_end_lets_the_next_session_in(pair: Pai
 def test_a_call_held_too_long_is_answered_503_on_both_sides_and_its_room_is_dropped(pair: Pair) -> None:
     pair.enter("a", 1, 101)
     waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}
-    pair.until(lambda p, d: pair.prefill._askers != {}, **waiting)
+    pair.until(lambda p, d: pair.decode._held[2].unanswered_s is None, **waiting)
     pair.clock.now_s = 31.0
     prefill_out, decode_out = pair.until(lambda p, d: all(pair.answers.values()))
     assert pair.answers == {"prefill": [("p2", 503)], "decode": [("d2", 503)]}

@@ -26,6 +26,8 @@ import sglang_basin
 from sglang_basin.config import BasinConfig
 from sglang_basin.engine.flags import PLUGIN
 from sglang_basin.node.ports import is_free
+from sglang_basin.patching import series
+from sglang_basin.patching.patch import PatchError
 from sglang_basin.platforms.profiles import CPU_PLATFORM
 
 if TYPE_CHECKING:
@@ -49,8 +51,6 @@ ROUTER_PORT = 30000
 OPEN_FILES = 4096
 SHARED_MEMORY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
 """NCCL keeps its buffers in /dev/shm, of which a container gets 64 MiB by default."""
-
-PATCHES = Path(sglang_basin.__file__).parent.parent / "patches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def examine(model_path: str | None = None) -> Iterator[Finding]:
     yield check_open_files()
     if model_path is not None:
         yield check_model(model_path)
-    yield from check_patches(PATCHES)
+    yield from check_patches(series.patches_folder())
     yield from check_hooks(platform)
 
 
@@ -216,39 +216,24 @@ def check_model(model_path: str) -> Finding:
 
 
 def check_patches(folder: Path) -> Iterator[Finding]:
-    """Every patch that `series` lists is applied to the installed SGLang, and no patch is unlisted."""
-    series = folder / "series"
-    listed = []
-    if series.exists():
-        lines = (line.split("#")[0].strip() for line in series.read_text(encoding="utf-8").splitlines())
-        listed = [line for line in lines if line]
-    unlisted = sorted(path.name for path in folder.glob("*.patch") if path.name not in listed)
-    if unlisted:
-        yield Finding("FAIL", "patches", f"not in series: {', '.join(unlisted)}", "list them in patches/series")
-    if not listed:
+    """Every patch that `series` lists fits the installed SGLang, and no patch is unlisted."""
+    try:
+        patches = series.read_series(folder)
+        found = series.standings(patches, series.sglang_root()) if patches else []
+    except PatchError as error:
+        yield Finding("FAIL", "patches", str(error), "pip install --force-reinstall --no-deps sglang-basin")
+        return
+    if forgotten := series.unlisted(folder, patches):
+        yield Finding("FAIL", "patches", f"not in series: {', '.join(forgotten)}", f"list them in {folder / 'series'}")
+    if not patches:
         yield Finding("OK", "patches", "none needed")
-    for name in listed:
-        yield check_patch(folder / name)
-
-
-def check_patch(path: Path) -> Finding:
-    """Whether a patch (`-p1`, relative to the folder that holds the package `sglang`) is applied."""
-    if not path.exists():
-        return Finding("FAIL", f"patch {path.name}", "listed in series but missing", "restore it, or unlist it")
-    try:
-        root = metadata.distribution("sglang").locate_file("")
-    except metadata.PackageNotFoundError:
-        return Finding("FAIL", f"patch {path.name}", "sglang is not installed", "pip install sglang-basin")
-    mend = f"patch -p1 --fuzz=0 -d {root} < {path}"
-    try:
-        undo = ["patch", "-p1", "--fuzz=0", "--reverse", "--dry-run", "--force", "--silent", "-d", str(root)]
-        with path.open("rb") as text:
-            done = subprocess.run(undo, stdin=text, capture_output=True, timeout=30, check=False)
-    except FileNotFoundError:
-        return Finding("FAIL", f"patch {path.name}", "cannot be checked without patch", "apt-get install -y patch")
-    if done.returncode != 0:
-        return Finding("FAIL", f"patch {path.name}", "not applied", mend)
-    return Finding("OK", f"patch {path.name}", "applied")
+    for standing in found:
+        names = ", ".join(change.patch for change in standing.changes)
+        if standing.state == "mismatch":
+            yield Finding("FAIL", f"patch {standing.path}", standing.detail, standing.mend)
+        else:
+            how = "applies in memory at import" if standing.state == "applicable" else "in the installed file already"
+            yield Finding("OK", f"patch {standing.path}", f"{names}: {how}")
 
 
 def check_hooks(platform: str, hooks: Iterable[Hook] | None = None) -> Iterator[Finding]:

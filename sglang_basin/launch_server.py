@@ -4,7 +4,8 @@ Every flag but `--basin-*` is SGLang's and passes through. Without a Basin flag 
 sglang.launch_server` does: nothing is set and no hook is registered. With one, the configuration travels in an
 environment variable, because SGLang's scheduler is another process that loads Basin's plugin by itself.
 
-SGLang starts its subprocesses by `spawn`, which imports this module again: keep its top level free of effects.
+SGLang starts its subprocesses by `spawn`, which imports this module again before anything of SGLang's: the last lines
+put Basin's patches into force there. Keep its top level free of other effects.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from sglang_basin import SGLANG_VERSION
 from sglang_basin.config import ENVIRONMENT_VARIABLE, BasinConfig, ConfigError, flag_parser, split_flags
 from sglang_basin.engine import flags
+from sglang_basin.patching import importer
+from sglang_basin.patching.patch import PatchError
 
 HELP = """
 Any --basin-* flag turns Basin on; with none, SGLang runs as it is. --disagg-mode is short for --disaggregation-mode.
@@ -71,6 +74,10 @@ def _turn_on(config: BasinConfig, arguments: list[str]) -> list[str]:
     os.environ.update(settings.environment)
     for note in settings.notes:
         print(f"basin: set {note}", flush=True)
+    try:
+        importer.activate()
+    except PatchError as error:
+        raise ConfigError(str(error)) from None
     return settings.arguments
 
 
@@ -104,3 +111,5 @@ def _run(config: BasinConfig | None, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+if __name__ == "__mp_main__" and os.environ.get(ENVIRONMENT_VARIABLE):
+    importer.activate()

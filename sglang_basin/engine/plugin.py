@@ -25,7 +25,13 @@ def register() -> None:
         raise SystemExit(f"Basin: {error}") from None
 
     from sglang_basin.engine import hooks
+    from sglang_basin.patching import importer
+    from sglang_basin.patching.patch import PatchError
 
+    try:
+        importer.activate()
+    except PatchError as error:
+        raise SystemExit(f"Basin: {error}") from None
     if wrong := hooks.mismatches():
         raise SystemExit(stop_message(wrong))
     hooks.register()

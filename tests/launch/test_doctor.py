@@ -83,36 +83,6 @@ def test_model_folder(tmp_path: Path) -> None:
     assert doctor.check_model(str(tmp_path)).status == "OK"
 
 
-def test_patches_must_be_listed_and_applied(tmp_path: Path) -> None:
-    assert [finding.status for finding in doctor.check_patches(tmp_path)] == ["OK"]
-    (tmp_path / "0001-x.patch").write_text("")
-    assert [finding.status for finding in doctor.check_patches(tmp_path)] == ["FAIL", "OK"]
-    (tmp_path / "series").write_text("0001-x.patch  # why\n0002-gone.patch\n")
-    applied = "--- /dev/null\n+++ b/sglang/version.py\n"
-    (tmp_path / "0001-x.patch").write_text(applied + "@@ -0,0 +1,1 @@\n+not what this file says\n")
-    listed = list(doctor.check_patches(tmp_path))
-    assert [finding.status for finding in listed] == ["FAIL", "FAIL"]
-    assert "patch -p1" in listed[0].mend
-    assert "missing" in listed[1].detail
-
-
-def test_an_applied_patch_is_recognised(tmp_path: Path) -> None:
-    from importlib import metadata
-
-    target = Path(str(metadata.distribution("sglang").locate_file("sglang/launch_server.py")))
-    line = target.read_text().splitlines()[0]
-    patch = tmp_path / "0001-first-line.patch"
-    rest = target.read_text().splitlines()[1:4]
-    context = "".join(f" {text}\n" for text in rest)
-    patch.write_text(
-        "--- a/sglang/launch_server.py\n+++ b/sglang/launch_server.py\n"
-        f"@@ -1,4 +1,4 @@\n-something else\n+{line}\n{context}"
-    )
-    before = target.stat().st_mtime_ns
-    assert doctor.check_patch(patch).status == "OK"
-    assert target.stat().st_mtime_ns == before
-
-
 def test_open_files_and_shared_memory() -> None:
     assert doctor.check_open_files().status in ("OK", "FAIL")
     assert doctor.check_shared_memory(1 << 60).status == "FAIL"

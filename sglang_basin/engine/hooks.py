@@ -59,6 +59,13 @@ HOOKS: tuple[Hook, ...] = (
         why="the one place where every endpoint's headers and body are still there; no flag forwards them",
     ),
     Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        kind="before",
+        function="sglang_basin.engine.inputs:refuse_harmful",
+        parameters=("self", "obj", "input_ids"),
+        why="upstream's own checks of a request lack two without which a client can take the server down",
+    ),
+    Hook(
         target=f"{_SCHEDULER}.init_request_receiver",
         kind="after",
         function="sglang_basin.engine.gate:attach",

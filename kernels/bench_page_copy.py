@@ -61,6 +61,12 @@ def median_us(run: Callable[[], None], repeats: int) -> float:
     return statistics.median(times)
 
 
+def enable_peer_access(peer: int) -> None:
+    """torch enables it at the first copy in each direction; CUDA IPC does as memory is opened."""
+    for here, there in ((0, peer), (peer, 0)):
+        torch.zeros(1, device=f"cuda:{here}").to(f"cuda:{there}")
+
+
 def make(shape: str, page_tokens: int, tokens: int, peer: int) -> tuple[PageCopy, list[int], list[int], int]:
     """A copy between pools of twice `tokens`, random pages of each, and the bytes that move."""
     buffers, heads, dim, dtype = SHAPES[shape]
@@ -133,6 +139,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     peer = 1 if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1) else 0
     route = "peer" if peer else "local"
+    if peer:
+        enable_peer_access(peer)
     peak_gb_s = known.peak_gb_s or PEAK_GB_S[route]
     print(f"{torch.cuda.get_device_name(0)}, {route} copies of {known.tokens} tokens, peak {peak_gb_s:g} GB/s")
     print(f"{'shape':<28}{'page':>5}  {'how':<18}{'programs':>8}{'median':>12}{'speed':>14}{'of peak':>9}")

@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 32
-"""Programs of a launch. Each has 32 KiB in flight, so these have 1 MiB: about twice what NVLink's 450 GB/s times its
-latency of 1 to 2 microseconds keeps under way. Half of them fit beside each other on one SM."""
+"""Programs of a launch. Each has 32 KiB in flight, so these have 1 MiB, enough for NVLink's 450 GB/s at a latency of 2
+microseconds (an assumption; `bench_page_copy.py` tries several). By its registers an SM holds three."""
 
 WARPS = 8
 TILE_ELEMENTS = WARPS * 32 * 32
@@ -42,11 +42,11 @@ TABLE_FIELDS = 7
 of both, and the row's length."""
 
 _ELEMENTS = {
-    16: (tl.int32, torch.int32, 4),
-    8: (tl.int32, torch.int32, 2),
-    4: (tl.int32, torch.int32, 1),
-    2: (tl.int16, torch.int16, 1),
-    1: (tl.int8, torch.int8, 1),
+    16: (tl.int32, 4),
+    8: (tl.int32, 2),
+    4: (tl.int32, 1),
+    2: (tl.int16, 1),
+    1: (tl.int8, 1),
 }
 """By the word's bytes: the element the kernel moves, and how many of them make a word."""
 
@@ -177,6 +177,8 @@ class PageCopy:
         self.device = _one_device([destination for pairs in self.pairs for _, destination in pairs], "destinations")
         if self._source_device.type != self.device.type:
             raise ValueError(f"sources are on {self._source_device}, destinations on {self.device}")
+        if self._source_device != self.device and not _reaches(self.device, self._source_device):
+            raise ValueError(f"{self.device} cannot read the memory of {self._source_device}: no peer access")
         self.source_pages = min(source.pages for source, _ in sides)
         self.destination_pages = min(destination.pages for _, destination in sides)
         self._set_geometry(sides)
@@ -198,7 +200,7 @@ class PageCopy:
             for source, destination in sides
         ]
         self.word_bytes = math.gcd(WIDEST_WORD_BYTES, *(field for entry in table for field in entry))
-        self._element, self._torch_element, self._lanes = _ELEMENTS[self.word_bytes]
+        self._element, self._lanes = _ELEMENTS[self.word_bytes]
         words = [[field // self.word_bytes for field in entry] for entry in table]
         self._table = torch.tensor(words, dtype=torch.int64).to(self.device)
         longest = max(entry[-1] for entry in words) * self._lanes
@@ -214,6 +216,8 @@ class PageCopy:
         self, source_pages: Iterable[int] | torch.Tensor, destination_pages: Iterable[int] | torch.Tensor
     ) -> Placement:
         """Bring page ids to the device: the source's pages in the order in which the destination's pages take them.
+
+        Copies on the device's current stream: call it under the stream that launches.
 
         Ids on the host are checked here: within bounds, no destination twice. A tensor that is on the device already
         is taken as it is, without waiting for it; `launch` leaves out what lies outside the buffers and `intact`
@@ -358,6 +362,10 @@ def _side(buffer: torch.Tensor, first_head: int, head_count: int, page_tokens: i
         token_stride=token_stride,
         token_bytes=head_count * head_bytes,
     )
+
+
+def _reaches(device: torch.device, peer: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.can_device_access_peer(device, peer)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -29,6 +29,7 @@ from typing import Any
 
 import msgspec
 from PIL import Image
+from sim_held_out import held_out
 
 from sglang_basin.replay.arrivals import ArrivalProfile, Surge, arrival_times
 from sglang_basin.replay.plan import Plan, PlannedSession, draw
@@ -120,6 +121,8 @@ def surge(extra: float) -> Surge:
 
 MEASURED_ERROR = {"predictor": "oracle", "rank_correlation": "0.56"}
 """Peaks blurred to the lower of the two rank correlations that the article measured for its trained predictor."""
+TRAINED = {"predictor": "held-out"}
+"""The trained predictor on tasks that it has never seen: see `sim_held_out`."""
 ONLINE = {"predictor": "seen"}
 """The engine's own predictor, which starts with nothing and learns from sessions that end."""
 DEFAULT = {"law": "peak", "band": "0.8", "order": "size", "order_tokens_per_s": "10"}
@@ -132,6 +135,7 @@ ARTICLE = {
     "order_tokens_per_s": "30",
     "band": "0.1",
     "shared_once": "false",
+    "updates_order": "false",
 } | MEASURED_ERROR
 """The article's full design: each session's predicted peak reserved, size-aware order, the budget within a small band;
 with lending where the deployment lends."""
@@ -350,7 +354,7 @@ def stepped_plan(sessions: Sequence[Any], settings: StudySettings, steps: Sequen
 def run_case(one: Case, factory: Callable[[Plan], PolicyFactory] | None = None) -> dict[str, Any]:
     """The result as `simulate --json` has it, and how it ended. `factory` in place of the settings' policy."""
     settings, plan, hardware = one.settings, one.plan(), one.settings.hardware()
-    policy = factory(plan) if factory else policy_factory(settings.policy, settings.policy_options, plan, hardware)
+    policy = factory(plan) if factory else policy_of(one, plan)
     started_s = time.perf_counter()
     log = simulate(plan, hardware, policy, client=settings.client, target=settings.target, sample_s=settings.sample_s)
     study = Study(settings, hardware, log, time.perf_counter() - started_s, 0.0)
@@ -358,6 +362,16 @@ def run_case(one: Case, factory: Callable[[Plan], PolicyFactory] | None = None) 
     result["end"] = dataclasses.asdict(how_it_ends(result["series"], log.plan))
     result["wall_s"] = round(study.wall_s, 3)
     return result
+
+
+def policy_of(one: Case, plan: Plan) -> PolicyFactory:
+    """The settings' policy; `predictor: held-out` is one that only these benchmarks have."""
+    settings, predictor = one.settings, None
+    options = dict(settings.policy_options)
+    if options.get("predictor") == "held-out":
+        options["predictor"] = "none"
+        predictor = held_out(plan, settings.trace, settings.scaling)
+    return policy_factory(settings.policy, options, plan, settings.hardware(), predictor)
 
 
 # ---- How a run ends ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Rules (DESIGN, section 2), each held by a test in `tests/policy`:
 3. Armed, a new session enters when nobody waits who goes before it and its reservation fits the rest of the budget.
 4. With no session live the head enters even over budget.
 5. Otherwise the session waits. The queue is sorted by the fixed priority; nobody passes a head that does not fit.
+   Inside, calls are served by the same formula with their session's latest prediction (`order`).
 6. A held call is refused after `hold_limit_s`. Its session keeps its place for `ticket_grace_s` after its last call
    left; while it is away others may enter before it.
 7. A session ends explicitly; with a call announced as its last one; `final_grace_s` after a final answer that no call
@@ -75,6 +76,9 @@ class DoorSettings:
     """Sessions that may wait at once, if fewer; above it new ones are turned away at once."""
     peak_share: float = 0.5
     """The quantile of the predicted peak that the priority is made of."""
+    updates_order: bool = True
+    """Inside, calls go by their session's latest prediction; False: by its fixed priority, the article's order. First
+    predictions are poor and get better with every call, and a session that outgrows its prediction makes way."""
     shared_once: bool = True
     """What sessions share counts once in the budget, not once a session."""
     enabled: bool = True
@@ -326,9 +330,17 @@ class Door:
         return max(now_s, min(times)) if times else None
 
     def order(self, session_id: str, call_arrived_s: float) -> float:
-        """The session's fixed priority; a call without a session counts as a session of its own."""
+        """The key of a call in prefill's and decode's queues, lowest first; to be asked anew for each call.
+
+        A call without a session counts as a session of its own. No call waits for ever: the key of a waiting one is
+        fixed, and sessions that arrive later than it go behind it.
+        """
         session = self._live.get(session_id) or self._waiting.get(session_id)
-        return call_arrived_s if session is None else session.priority
+        if session is None:
+            return call_arrived_s
+        if not (session.live and self.settings.updates_order):
+            return session.priority
+        return self._by.priority(session.arrived_s, session.predicted_peak(self.settings.peak_share))
 
     def keep_until_s(self, session_id: str, now_s: float) -> float | None:
         """Basin pins nothing: admission keeps the working set within what LRU can hold."""

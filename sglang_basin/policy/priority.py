@@ -2,7 +2,8 @@
 
 The article's order (DESIGN section 2). Small sessions go ahead of large ones that came a little earlier; since p grows
 with the arrival time, a session of peak W can be passed only by those that arrive within W / r seconds after it, so
-nobody starves.
+nobody starves. What holds once and for all is a session's place at the door. Its calls inside are ordered by the same
+formula with what is predicted of it by then (`Door.order`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,6 +58,7 @@ class BasinOptions:
     order_tokens_per_s: float = 10.0
     """The article's is 30; with 10 as much is served where the cache is short, and more where decode memory is."""
     peak_share: float = 0.5
+    updates_order: bool = True
     shared_once: bool = True
     predictor: Literal["trained", "seen", "oracle", "none"] = "oracle"
     model: str | None = None
@@ -74,7 +75,9 @@ class BasinOptions:
     max_queued: int | None = None
 
 
-def _basin(options: BasinOptions, plan: Plan, profile: HardwareProfile) -> PolicyFactory:
+def _basin(
+    options: BasinOptions, plan: Plan, profile: HardwareProfile, given: Callable[[], PeakPredictor] | None
+) -> PolicyFactory:
     fixed = options.budget_tokens
     if options.budget_factor is not None:
         if fixed is not None:
@@ -83,6 +86,8 @@ def _basin(options: BasinOptions, plan: Plan, profile: HardwareProfile) -> Polic
     noisy = OracleSettings(rank_correlation=options.rank_correlation, improves=options.learns)
 
     def predictor() -> PeakPredictor | None:
+        if given is not None:
+            return given()
         if options.predictor == "oracle":
             return NoisyOracle(plan, noisy)
         if options.predictor == "trained":
@@ -97,6 +102,7 @@ def _basin(options: BasinOptions, plan: Plan, profile: HardwareProfile) -> Polic
                 ticket_grace_s=options.ticket_grace_s,
                 max_queued=options.max_queued,
                 peak_share=options.peak_share,
+                updates_order=options.updates_order,
                 shared_once=options.shared_once,
                 enabled=options.enabled,
             ),
@@ -135,11 +141,17 @@ def option_names(name: str) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
 
 
-def policy_factory(name: str, options: Mapping[str, Any], plan: Plan, profile: HardwareProfile) -> PolicyFactory:
+def policy_factory(
+    name: str,
+    options: Mapping[str, Any],
+    plan: Plan,
+    profile: HardwareProfile,
+    predictor: Callable[[], PeakPredictor] | None = None,
+) -> PolicyFactory:
     """A factory of one policy object per prefill instance. Raises PolicyError.
 
     `options` are by field name; values may be text. A rival starts from its published settings, and what its authors
-    would measure on the hardware comes from the profile.
+    would measure on the hardware comes from the profile. `predictor` makes basin's in place of its option.
     """
     for key in options:
         known = option_names(name)
@@ -149,7 +161,7 @@ def policy_factory(name: str, options: Mapping[str, Any], plan: Plan, profile: H
             raise PolicyError(f"policy {name} has no option {key!r}{hint}")
     try:
         if name == "basin":
-            return _basin(msgspec.convert(dict(options), BasinOptions, strict=False), plan, profile)
+            return _basin(msgspec.convert(dict(options), BasinOptions, strict=False), plan, profile, predictor)
         rival = _rival(name)
         published = {field.name: getattr(rival.published, field.name) for field in dataclasses.fields(rival.published)}
         measured = {

@@ -10,6 +10,7 @@ from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.decisions import Admit, Queue, Reason, Refuse
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.idle import FACTOR, LEAST_PAUSES
+from sglang_basin.policy.priority import SizeAwareOrder
 from sglang_basin.policy.reservation import CurrentContext
 from sglang_basin.policy.shedding import SheddingSettings
 
@@ -56,6 +57,20 @@ def test_a_later_small_session_does_not_pass_the_head() -> None:
     assert small.reason is Reason.BEHIND_QUEUE
     assert small.ahead == 1
     assert door.poll(1.0) == []
+
+
+@pytest.mark.parametrize(("updates", "first"), [(True, "short"), (False, "long")])
+def test_inside_a_session_that_outgrew_its_prediction_makes_way(updates: bool, first: str) -> None:
+    """Both began alike, one second apart; the first one has grown since. The door's own priorities stay."""
+    settings_ = DoorSettings(idle_timeout_s=60.0, hold_limit_s=30.0, updates_order=updates)
+    budget = Budget(BudgetSettings(fixed_tokens=10_000), capacity_tokens=1)
+    door = Door(settings_, law=CurrentContext(), budget=budget, order=SizeAwareOrder(10.0))
+    enter(door, "1", "long", 100, now_s=0.0)
+    enter(door, "2", "short", 100, now_s=1.0)
+    door.finish("1", 400, 2.0)
+    enter(door, "3", "long", 600, now_s=3.0)
+    assert min(("short", "long"), key=lambda session_id: door.order(session_id, 3.0)) == first
+    assert [session.priority for name in ("long", "short") if (session := door.live_session(name))] == [10.0, 11.0]
 
 
 def test_calls_of_a_live_session_never_queue_even_over_budget() -> None:

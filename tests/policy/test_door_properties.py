@@ -84,6 +84,7 @@ class Setup:
     idle_timeout_s: float = 20.0
     max_sessions: int = 1000
     shared_once: bool = True
+    updates_order: bool = True
 
     def door(self) -> Door:
         return Door(
@@ -96,6 +97,7 @@ class Setup:
                 max_sessions=self.max_sessions,
                 max_queued=self.max_queued,
                 shared_once=self.shared_once,
+                updates_order=self.updates_order,
             ),
             law=self.law,
             budget=Budget(self.budget, capacity_tokens=100),
@@ -115,6 +117,7 @@ SETUPS = st.builds(
     grace_s=st.sampled_from([0.0, 12.0]),
     max_queued=st.sampled_from([None, 3]),
     shared_once=st.booleans(),
+    updates_order=st.booleans(),
 )
 STEPS = st.lists(
     st.tuples(
@@ -259,10 +262,16 @@ def test_a_priority_is_set_once_and_the_queue_moves_by_it(setup: Setup, steps: l
         before = dict(run.waiting)
         run.step(kind, SESSIONS[name], which, tokens, pause_s)
         for session in SESSIONS:
-            if door.live_session(session) is None and session not in door._waiting:
+            known = door.live_session(session) or door._waiting.get(session)
+            if known is None:
                 keys.pop(session, None)
             else:
-                assert keys.setdefault(session, door.order(session, -1.0)) == door.order(session, -1.0)
+                assert keys.setdefault(session, known.priority) == known.priority
+                if not (known.live and setup.updates_order):
+                    assert door.order(session, -1.0) == known.priority
+                else:  # the same formula, with what is predicted by now
+                    peak_tokens = known.predicted_peak(door.settings.peak_share)
+                    assert door.order(session, -1.0) == setup.order.priority(known.arrived_s, peak_tokens)
         entered = {before[o.call_id] for o in run.outcomes if isinstance(o, Admit) and o.call_id in before}
         still = set(run.waiting.values()) & set(before.values())
         for inside, outside in itertools.product(entered, still):

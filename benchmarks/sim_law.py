@@ -1,10 +1,12 @@
-"""Which reservation law, quantile, budget band and order are the default: goodput over twelve scenarios.
+"""Which reservation law, budget band and order are the default, chosen and judged with the predictors that serve.
 
-    .venv/bin/python benchmarks/sim_law.py [--quick] [--seeds 1,2,3]
+    .venv/bin/python benchmarks/sim_law.py [--quick] [--seeds 1,2]
 
-Each setting's goodput in a scenario is taken relative to the best setting there; settings are ranked by the geometric
-mean over all scenarios. The first seed ranks all settings, the others are for the best ones, the references and their
-variants. Predictions are blurred as the article measured them, never those of an oracle.
+*Choice*: all settings with the trained predictor (on tasks that it has not seen) on the twelve scenarios of the grid,
+the best of them with more seeds (`--seeds`). *Judgement*: the default, the article's design and the runners-up on
+fresh seeds, on the grid and on loads that nothing was chosen on, with the trained predictor and with the one that
+starts with nothing and learns from sessions that end. Each setting's goodput in a scenario is taken relative to the
+best setting there; settings are ranked by the geometric mean over the scenarios.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.figure import Figure as Plot
 from sim_rooms import (
     ARTICLE,
     BASIN,
+    CHOICE_SEEDS,
+    DEFAULT,
+    FRESH_SEEDS,
     GRID,
-    MEASURED_ERROR,
+    HELD_OUT,
     ONLINE,
+    TRAINED,
     WORKLOADS,
     Figure,
     Finding,
@@ -34,6 +41,7 @@ from sim_rooms import (
 )
 
 FINALISTS = 3
+PREDICTORS = {"trained": TRAINED, "learns online": ONLINE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +51,12 @@ class Setting:
 
 
 def setting(name: str, **options: str) -> Setting:
-    return Setting(name, MEASURED_ERROR | R_OF_ARTICLE | options)
+    """The default but for `options`."""
+    return Setting(name, BASIN | options)
 
 
-R_OF_ARTICLE = {"order_tokens_per_s": "30"}
-"""Laws and budgets are compared at the article's r; other values are tried on the best of them."""
-
-DEFAULT = Setting("default: peak, band 0.8, r = 10", BASIN)
-PEAK = Setting("peak, band 0.1 (article)", ARTICLE)
+CHOSEN = Setting("default", BASIN)
+REFERENCE = Setting("article's design", ARTICLE)
 
 LAWS: dict[str, dict[str, str]] = {
     "current": {"law": "current"},
@@ -60,149 +66,175 @@ LAWS: dict[str, dict[str, str]] = {
     "peak": {"law": "peak"},
     "multiplex 0.05": {"law": "multiplex"},
 }
+BANDS = ("0", "0.3", "0.6")
 
 
 def settings(quick: bool) -> list[Setting]:
     if quick:
-        return [DEFAULT, PEAK, setting("current, band 0", law="current", band="0")]
-    made = [DEFAULT, PEAK]
+        return [CHOSEN, REFERENCE, setting("current, band 0", law="current", band="0")]
+    made = [CHOSEN, REFERENCE]
     for name, law in LAWS.items():
-        made.append(setting(f"{name}, band 0", band="0", **law))
-        made.append(setting(f"{name}, band 0.3", band="0.3", **law))
-    for name in ("partial 0.5", "partial 0.75", "peak"):
-        law = LAWS[name]
-        made.append(setting(f"{name}, band 0.5", band="0.5", **law))
-        made.append(setting(f"{name}, band 0.8", band="0.8", **law))
-        made.append(setting(f"{name}, band 0.3, shared in full", band="0.3", shared_once="false", **law))
-    made.append(setting("partial 0.5 of the 0.75 quantile, band 0", law="partial", alpha="0.5", law_share="0.75"))
+        for band in BANDS:
+            if law | {"band": band} != {key: DEFAULT[key] for key in (*law, "band")}:
+                made.append(setting(f"{name}, band {band}", **law, band=band))
+    made += [
+        setting("what is shared counts in full", shared_once="false"),
+        setting("what is shared counts in full, peak, band 0.8", shared_once="false", law="peak", band="0.8"),
+        setting("fixed order inside", updates_order="false"),
+        setting("fixed order inside, r = 30", updates_order="false", order_tokens_per_s="30"),
+        setting("order by arrival", order="arrival"),
+        setting("r = 3", order_tokens_per_s="3"),
+        setting("r = 30", order_tokens_per_s="30"),
+        setting("of the 0.75 quantile", law_share="0.75"),
+        setting("of the 0.25 quantile", law_share="0.25"),
+    ]
     return made
 
 
-def variants(best: Setting) -> list[Setting]:
-    """The winner with other orders and predictors."""
+class Runs:
+    """Results by (setting, predictor, scenario, seed), run as they are asked for."""
 
-    def other(name: str, **options: str) -> Setting:
-        return Setting(f"{best.name}; {name}", best.options | options)
-
-    return [
-        other("order by arrival", order="arrival"),
-        *[
-            other(f"r = {r}", order_tokens_per_s=r)
-            for r in ("10", "30", "100")
-            if best.options["order_tokens_per_s"] != r
-        ],
-        Setting(f"{best.name}; learns online", best.options | ONLINE),
-    ]
-
-
-class Grid:
-    """Results by (setting, scenario, seed), run as they are asked for."""
-
-    def __init__(self, scenarios: Sequence[Scenario], jobs: int) -> None:
-        self.scenarios = scenarios
+    def __init__(self, jobs: int) -> None:
         self.jobs = jobs
-        self.results: dict[tuple[str, str, int], dict] = {}
+        self.results: dict[tuple[str, str, str, int], dict[str, Any]] = {}
 
-    def run(self, chosen: Sequence[Setting], seeds: Sequence[int]) -> None:
-        asked = [(one, scenario, seed) for one in chosen for scenario in self.scenarios for seed in seeds]
-        cases = [scenario.case("basin", one.options, seed) for one, scenario, seed in asked]
+    def run(
+        self, chosen: Sequence[Setting], scenarios: Sequence[Scenario], seeds: Sequence[int], predictor: str
+    ) -> None:
+        asked = [(one, scenario, seed) for one in chosen for scenario in scenarios for seed in seeds]
+        cases = [scenario.case("basin", one.options | PREDICTORS[predictor], seed) for one, scenario, seed in asked]
         for (one, scenario, seed), result in zip(asked, run_all(cases, self.jobs), strict=True):
-            self.results[one.name, scenario.name, seed] = result
+            self.results[one.name, predictor, scenario.name, seed] = result
 
-    def within(self, name: str, scenario: str, seeds: Sequence[int]) -> float:
+    def within(self, name: str, predictor: str, scenario: Scenario, seeds: Sequence[int]) -> float:
         """Share of the offered sessions that were served within target, mean over seeds."""
-        return statistics.fmean(self.results[name, scenario, seed]["summary"]["completed_share"] for seed in seeds)
+        return statistics.fmean(
+            self.results[name, predictor, scenario.name, seed]["summary"]["completed_share"] for seed in seeds
+        )
 
-    def relative(self, names: Sequence[str], seeds: Sequence[int]) -> dict[str, dict[str, float]]:
-        """Per setting and scenario, relative to the best setting there."""
-        made: dict[str, dict[str, float]] = {name: {} for name in names}
-        for scenario in self.scenarios:
-            shares = {name: self.within(name, scenario.name, seeds) for name in names}
+    def ranked(
+        self, names: Sequence[str], predictor: str, scenarios: Sequence[Scenario], seeds: Sequence[int]
+    ) -> list[tuple[str, float, float]]:
+        """(setting, geometric mean, worst scenario), relative to the best setting of each scenario, best first."""
+        relative: dict[str, list[float]] = {name: [] for name in names}
+        for scenario in scenarios:
+            shares = {name: self.within(name, predictor, scenario, seeds) for name in names}
             best = max(max(shares.values()), 1e-9)
             for name, share in shares.items():
-                made[name][scenario.name] = share / best
-        return made
-
-    def ranked(self, names: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, float, float]]:
-        """(setting, geometric mean, worst scenario), best first."""
-        relative = self.relative(names, seeds)
-        scored = [(name, geometric_mean(list(row.values())), min(row.values())) for name, row in relative.items()]
+                relative[name].append(share / best)
+        scored = [(name, geometric_mean(row), min(row)) for name, row in relative.items()]
         return sorted(scored, key=lambda row: -row[1])
 
-    def stuck(self, name: str, seeds: Sequence[int]) -> list[str]:
+    def stuck(self, name: str, predictor: str, scenarios: Sequence[Scenario], seeds: Sequence[int]) -> list[str]:
         return [
-            s.name for s in self.scenarios if any(self.results[name, s.name, seed]["end"]["stuck"] for seed in seeds)
+            s.name
+            for s in scenarios
+            if any(self.results[name, predictor, s.name, seed]["end"]["stuck"] for seed in seeds)
         ]
 
 
-RANKED = ["setting", "geometric mean", "worst scenario", "stuck in"]
-
-
-def ranked_rows(grid: Grid, ranked: Sequence[tuple[str, float, float]], seeds: Sequence[int]) -> list[list[str]]:
-    return [
-        [name, f"{mean:.3f}", f"{worst:.2f}", ", ".join(grid.stuck(name, seeds)) or "-"] for name, mean, worst in ranked
-    ]
-
-
 def main() -> None:
-    options = parse(__doc__)
-    scenarios = GRID[:3] if options.quick else GRID
+    options = parse(__doc__, CHOICE_SEEDS)
+    grid, held_out = (GRID[:3], HELD_OUT[:1]) if options.quick else (GRID, HELD_OUT)
     seeds, first = options.seeds, options.seeds[:1]
-    grid = Grid(scenarios, options.jobs)
+    fresh = FRESH_SEEDS[:1] if options.quick else FRESH_SEEDS
     tried = settings(options.quick)
-    grid.run(tried, first)
-    early = grid.ranked([one.name for one in tried], first)
+    names = [one.name for one in tried]
+    runs = Runs(options.jobs)
+    runs.run(tried, grid, first, "trained")
+    early = runs.ranked(names, "trained", grid, first)
     by_name = {one.name: one for one in tried}
-    best = [by_name[name] for name, _, _ in early]
-    wanted = [*best[:FINALISTS], DEFAULT, PEAK]
+    wanted = [*[by_name[name] for name, _, _ in early[:FINALISTS]], CHOSEN, REFERENCE]
     finalists = list({one.name: one for one in wanted}.values())
-    others = [] if options.quick else variants(best[0])
-    grid.run(others, first)
-    grid.run(finalists, seeds)
-    names = [one.name for one in finalists]
-    final = grid.ranked(names, seeds)
-    score = {name: (mean, worst) for name, mean, worst in final}
-    varied = grid.ranked([one.name for one in [*best[:1], *others]], first)
+    final_names = [one.name for one in finalists]
+    runs.run(finalists, grid, seeds, "trained")
+    chosen = runs.ranked(final_names, "trained", grid, seeds)
+    places = {"the grid": grid, "loads held out": held_out}
+    judged = {}
+    for predictor in PREDICTORS:
+        runs.run(finalists, [*grid, *held_out], fresh, predictor)
+        for place, scenarios in places.items():
+            judged[place, predictor] = runs.ranked(final_names, predictor, scenarios, fresh)
+    score = {key: {name: mean for name, mean, _ in ranked} for key, ranked in judged.items()}
 
-    top = final[0][0]
+    def over_article(key: tuple[str, str]) -> float:
+        return score[key][CHOSEN.name] / score[key][REFERENCE.name]
+
+    everything = [*grid, *held_out]
+    stuck = [
+        f"{name} ({predictor})"
+        for predictor in PREDICTORS
+        for name in runs.stuck(CHOSEN.name, predictor, everything, fresh)
+    ]
+    best_chosen = {name: mean for name, mean, _ in chosen}
     figures = [
         Figure(
-            what="default against the article's full design, geometric mean of goodput",
+            what=f"default against the article's full design on {place}, fresh seeds, predictor: {predictor}",
             article="-",
-            ours=f"{score[DEFAULT.name][0] / score[PEAK.name][0]:.3f}",
-            holds=holds(score[DEFAULT.name][0] > score[PEAK.name][0], False),
-        ),
+            ours=f"{over_article((place, predictor)):.3f}",
+            holds=holds(over_article((place, predictor)) > 1, False),
+        )
+        for place, predictor in judged
+    ]
+    figures += [
         Figure(
-            what="default against the best setting ",
+            what="default against the best setting of the choice",
             article="-",
-            ours=f"{score[DEFAULT.name][0] / score[top][0]:.3f} ({top})",
-            holds=holds(score[DEFAULT.name][0] > 0.99 * score[top][0], False),
+            ours=f"{best_chosen[CHOSEN.name] / chosen[0][1]:.3f} ({chosen[0][0]})",
+            holds=holds(best_chosen[CHOSEN.name] > 0.99 * chosen[0][1], False),
         ),
         Figure(
             what="scenarios where the default is stuck",
             article="-",
-            ours=", ".join(grid.stuck(DEFAULT.name, seeds)) or "none",
-            holds=holds(not grid.stuck(DEFAULT.name, seeds), False),
+            ours=", ".join(stuck) or "none",
+            holds=holds(not stuck, False),
         ),
     ]
     tables = [
         Table(
-            title=f"Finalists, seeds {', '.join(map(str, seeds))}",
+            title=f"Choice: the best on the grid, seeds {told(seeds)}, trained predictor",
             columns=RANKED,
-            rows=ranked_rows(grid, final, seeds),
-        ),
-        Table(
-            title=f"The best ones with other orders and predictors, seed {first[0]}",
-            columns=RANKED,
-            rows=ranked_rows(grid, varied, first),
-        ),
-        Table(title=f"All settings, seed {first[0]}", columns=RANKED, rows=ranked_rows(grid, early, first)),
-        Table(
-            title="Share of offered sessions within target, finalists by scenario",
-            columns=["scenario", *[one.name for one in finalists]],
             rows=[
-                [f"{s.name}: {s.says}", *[f"{grid.within(one.name, s.name, seeds):.2f}" for one in finalists]]
-                for s in scenarios
+                [name, f"{mean:.3f}", f"{worst:.2f}", ", ".join(runs.stuck(name, "trained", grid, seeds)) or "-"]
+                for name, mean, worst in chosen
+            ],
+        ),
+        Table(
+            title=f"Judgement: fresh seeds {told(fresh)}",
+            columns=["on", "predictor", *RANKED],
+            rows=[
+                [
+                    place,
+                    predictor,
+                    name,
+                    f"{mean:.3f}",
+                    f"{worst:.2f}",
+                    ", ".join(runs.stuck(name, predictor, places[place], fresh)) or "-",
+                ]
+                for (place, predictor), ranked in judged.items()
+                for name, mean, worst in ranked
+            ],
+        ),
+        Table(
+            title=f"Choice: all settings, seed {first[0]}, trained predictor (the default but for what is named)",
+            columns=RANKED,
+            rows=[
+                [name, f"{mean:.3f}", f"{worst:.2f}", ", ".join(runs.stuck(name, "trained", grid, first)) or "-"]
+                for name, mean, worst in early
+            ],
+        ),
+        Table(
+            title="Share of offered sessions within target, fresh seeds: trained predictor / learns online",
+            columns=["scenario", *final_names],
+            rows=[
+                [
+                    f"{s.name}: {s.says}",
+                    *[
+                        " / ".join(f"{runs.within(name, predictor, s, fresh):.2f}" for predictor in PREDICTORS)
+                        for name in final_names
+                    ],
+                ]
+                for s in everything
             ],
         ),
     ]
@@ -219,18 +251,26 @@ def main() -> None:
             name="law",
             rank=10,
             title="Reservation law, budget and order: the default",
-            method="Twelve scenarios (below). Share of offered sessions within target, relative to the best "
-            "setting of the scenario; geometric mean over the scenarios. *Shared in full*: what "
-            "sessions share counts once a session in the budget, instead of once.",
+            method="Share of offered sessions within target, relative to the best setting of the scenario; geometric "
+            "mean over the scenarios. Chosen on the twelve scenarios of the grid, judged on fresh seeds and on "
+            f"{len(HELD_OUT)} loads that nothing was chosen on. *trained*: the predictor that comes with Basin, fitted "
+            "on the other half of the tasks; *learns online*: starts with nothing.",
             figures=figures,
             tables=tables,
             plots=[save_plot(plot, options, "law")],
-            numbers={"relative": grid.relative(names, seeds), "early": early, "varied": varied},
+            numbers={"early": early, "chosen": chosen, "judged": {" / ".join(k): v for k, v in judged.items()}},
         ),
         options,
         WORKLOADS,
-        len(grid.results),
+        len(runs.results),
     )
+
+
+RANKED = ["setting", "geometric mean", "worst scenario", "stuck in"]
+
+
+def told(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
 
 
 if __name__ == "__main__":

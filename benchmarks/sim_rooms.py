@@ -48,6 +48,10 @@ SURGE_FROM_S, SURGE_TO_S = 900.0, 1500.0
 COUNTED_S, TAIL_S = 5400.0, 900.0
 """Sessions of the first 90 minutes count; 15 more minutes of the same load let the last of them finish."""
 BASE_SEEDS = (1, 2, 3)
+CHOICE_SEEDS = (1, 2)
+"""Of the runs that settings are chosen on."""
+FRESH_SEEDS = (4, 5)
+"""Of those that the choice is judged on."""
 
 # ---- Workloads -----------------------------------------------------------------------------------------------------
 
@@ -106,7 +110,13 @@ LONG = Workload(
     traces=("../shared/traces/claude_code_kvtester.jsonl.gz", "claude_code_kvtester"),
     scaling=Scaling(tool_cap_s=60.0, max_context_tokens=200_000),
 )
-WORKLOADS = (CODE_SMALL, CODE, TERMINAL, LONG)
+BENCH = Workload(
+    name="bench",
+    says="mini-swe-agent on SWE-bench, tokens x 1.82: a median prompt of 25.6K; nothing is shared",
+    traces=("../shared/traces/swe_bench.jsonl.gz", "swe_bench"),
+    scaling=Scaling(tokens=1.82),
+)
+WORKLOADS = (CODE_SMALL, CODE, TERMINAL, LONG, BENCH)
 
 HOST = {"prefill.host_tokens": "2304000"}
 """HiCache at SGLang's default ratio of 2: twice the pool of h200-1p3d."""
@@ -119,15 +129,15 @@ def surge(extra: float) -> Surge:
 
 # ---- Policies ------------------------------------------------------------------------------------------------------
 
-MEASURED_ERROR = {"predictor": "oracle", "rank_correlation": "0.56"}
-"""Peaks blurred to the lower of the two rank correlations that the article measured for its trained predictor."""
+BLURRED = {"predictor": "oracle", "rank_correlation": "0.56"}
+"""True peaks blurred to the lower of the two rank correlations that the article measured for its own predictor."""
 TRAINED = {"predictor": "held-out"}
 """The trained predictor on tasks that it has never seen: see `sim_held_out`."""
 ONLINE = {"predictor": "seen"}
 """The engine's own predictor, which starts with nothing and learns from sessions that end."""
-DEFAULT = {"law": "peak", "band": "0.8", "order": "size", "order_tokens_per_s": "10"}
+DEFAULT = {"law": "partial", "alpha": "0.75", "band": "0.3", "order": "size", "order_tokens_per_s": "10"}
 """The defaults of `BasinOptions`, written out: chosen by `sim_law.py`, and a test holds that they are the same."""
-BASIN = DEFAULT | MEASURED_ERROR
+BASIN = DEFAULT | TRAINED
 BASIN_ONLINE = DEFAULT | ONLINE
 ARTICLE = {
     "law": "peak",
@@ -136,9 +146,9 @@ ARTICLE = {
     "band": "0.1",
     "shared_once": "false",
     "updates_order": "false",
-} | MEASURED_ERROR
+} | TRAINED
 """The article's full design: each session's predicted peak reserved, size-aware order, the budget within a small band;
-with lending where the deployment lends."""
+with lending where the deployment lends, and with the same predictor as the default."""
 
 
 # ---- Cases ---------------------------------------------------------------------------------------------------------
@@ -332,7 +342,40 @@ GRID = (
         changes=DECODE_FIRST,
     ),
 )
-"""All scenarios that defaults are chosen on."""
+"""The scenarios that defaults are chosen on, with `CHOICE_SEEDS`."""
+HELD_OUT = (
+    Scenario(
+        name="bench, GPU",
+        says="1P3D, device cache alone, 5/min, +100 %",
+        workload=BENCH,
+        rate_per_min=5.0,
+        extra=1.0,
+    ),
+    Scenario(
+        name="code, host tier, +300 %",
+        says="1P3D with HiCache, 10/min, +300 %",
+        workload=CODE,
+        rate_per_min=10.0,
+        extra=3.0,
+        changes=HOST,
+    ),
+    Scenario(
+        name="terminal, GPU, overload",
+        says="1P3D, device cache alone, 5/min for good, no surge",
+        workload=TERMINAL,
+        rate_per_min=5.0,
+        extra=None,
+    ),
+    Scenario(
+        name="long, lending",
+        says="1P3D that lends, 0.8/min, +300 %",
+        workload=LONG,
+        rate_per_min=0.8,
+        extra=3.0,
+        changes=LEND,
+    ),
+)
+"""Loads that nothing was chosen on."""
 
 
 def stepped_plan(sessions: Sequence[Any], settings: StudySettings, steps: Sequence[tuple[float, float]]) -> Plan:

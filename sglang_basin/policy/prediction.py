@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -23,13 +22,16 @@ class Prediction:
 
     def at(self, share: float) -> float:
         """The peak, in tokens, that is not exceeded with probability `share`; linear between the known quantiles."""
-        points = self.quantiles
-        if share <= points[0][0]:
-            return points[0][1]
-        for (low, low_tokens), (high, high_tokens) in itertools.pairwise(points):
-            if share <= high:
+        low, low_tokens = self.quantiles[0]
+        if share <= low:
+            return low_tokens
+        for high, high_tokens in self.quantiles:
+            if share == high:
+                return high_tokens
+            if share < high:
                 return low_tokens + (high_tokens - low_tokens) * (share - low) / (high - low)
-        return points[-1][1]
+            low, low_tokens = high, high_tokens
+        return low_tokens
 
 
 class PeakPredictor(Protocol):

@@ -15,8 +15,12 @@ from sglang_basin.policy.prediction import PeaksSeen, Prediction
 from sglang_basin.policy.sessions import Session
 from sglang_basin.predictor.features import History
 from sglang_basin.predictor.model import Guess, PeakModel, Subject
+from sglang_basin.predictor.online import stage
 from sglang_basin.predictor.recorded import kin_of
 from sglang_basin.predictor.text import Task, read_task
+
+STALE_FACTOR = 1.1
+"""A prediction holds until the context has changed by this factor. No door takes it for less than the context."""
 
 MAX_SESSIONS = 20_000
 """Sessions remembered at once, 5 KB each at most; beyond, the longest untouched one is forgotten and then unknown."""
@@ -41,6 +45,8 @@ class _Followed:
     guesses: list[Guess] = field(default_factory=list)
     """One per stage: the first prediction in it."""
     prediction: Prediction | None = None
+    guessed_tokens: int = 0
+    """The context that the prediction was made at."""
 
 
 class TrainedPredictor:
@@ -118,13 +124,23 @@ class TrainedPredictor:
         followed = self._follow(session.session_id)
         if session.calls_seen < followed.history.calls:  # another session of the same name
             followed.history, followed.guesses, followed.prediction = History(), [], None
-        if not followed.history.advance(session.calls_seen, session.context_tokens) and followed.prediction:
+        changed = followed.history.advance(session.calls_seen, session.context_tokens)
+        if followed.prediction is not None and not (changed and self._is_stale(followed, session)):
             return followed.prediction
+        followed.guessed_tokens = session.context_tokens
         guess = model.guess(followed.history, followed.subject)
         if not followed.guesses or guess.stage > followed.guesses[-1].stage:
             followed.guesses.append(guess)
         followed.prediction = Prediction(model.quantiles(guess))
         return followed.prediction
+
+    @staticmethod
+    def _is_stale(followed: _Followed, session: Session) -> bool:
+        """Whether a new guess is worth its time: the context is another by a tenth, or a new stage has begun."""
+        guessed_tokens = followed.guessed_tokens
+        if stage(session.calls_seen) > followed.guesses[-1].stage:
+            return True
+        return not guessed_tokens / STALE_FACTOR < session.context_tokens < guessed_tokens * STALE_FACTOR
 
     def failed(self, error: Exception) -> None:
         """Count an exception that the caller kept from going further."""

@@ -42,9 +42,8 @@ class BasinOptions:
 
     enabled: bool = True
     law: Literal["current", "peak", "partial", "multiplex"] = "partial"
-    alpha: float = 1.0
-    """The whole predicted peak: with `band`, the best pair of `benchmarks/sim_law.py`. Peaks overstate what is needed,
-    as they do not coincide and hold what sessions share; the band gives it back."""
+    alpha: float = 0.75
+    """Peaks do not coincide. With `band` in the middle of the plateau that `benchmarks/sim_law.py` shows."""
     law_share: float = 0.5
     epsilon: float = 0.05
     horizon_calls: float = 10.0
@@ -53,14 +52,14 @@ class BasinOptions:
     """The budget as a multiple of prefill's device pool, in place of `budget_tokens`."""
     knee_tokens: int | None = None
     knee_share: float = 0.9
-    band: float = 0.8
+    band: float = 0.3
     order: Literal["arrival", "size"] = "size"
     order_tokens_per_s: float = 10.0
     """The article's is 30; with 10 as much is served where the cache is short, and more where decode memory is."""
     peak_share: float = 0.5
     updates_order: bool = True
     shared_once: bool = True
-    predictor: Literal["trained", "seen", "oracle", "none"] = "oracle"
+    predictor: Literal["trained", "seen", "oracle", "none"] = "trained"
     model: str | None = None
     """`trained`: the model's file; the one that comes with Basin without it."""
     rank_correlation: float = 0.64

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import sim_all
+import sim_held_out
 import sim_hysteresis
 import sim_intervention
 import sim_knee
@@ -40,7 +41,7 @@ def test_page_is_what_the_results_say() -> None:
 
 def test_every_script_has_its_result() -> None:
     scripts = {path.stem.removeprefix("sim_") for path in sim_readme.PAGE.parent.glob("sim_*.py")}
-    scripts -= {"rooms", "readme", "all"}
+    scripts -= {"rooms", "held_out", "readme", "all"}
     assert scripts == {finding["name"] for finding in FINDINGS}
     assert scripts == set(sim_all.SCRIPTS)
 
@@ -190,6 +191,30 @@ def test_a_case_is_kept_by_all_that_decides_it() -> None:
     keys = {sim_rooms._key(sim_rooms.run_case, one) for one in [base, *others]}
     assert len(keys) == 1 + len(others)
     assert sim_rooms._key(sim_rooms.run_case, sim_rooms.GRID[0].case("basin", {}, 1)) in keys
+
+
+def test_the_trained_predictor_has_not_seen_the_tasks_it_predicts() -> None:
+    workload = sim_rooms.TERMINAL
+    one = sim_rooms.case(workload, options=sim_rooms.TRAINED, rate_per_min=2.0, counted_s=600.0, tail_s=0.0)
+    halves = sim_held_out.halves_of(one.settings.trace, one.settings.scaling)
+    tasks: dict[int, set[str]] = {0: set(), 1: set()}
+    for side, recorded in halves.sessions.values():
+        tasks[side].add(recorded.group)
+    assert tasks[0]
+    assert tasks[1]
+    assert not tasks[0] & tasks[1]
+
+    plan = one.plan()
+    door = sim_rooms.policy_of(one, plan)()
+    predictor = door._predictor
+    assert isinstance(predictor, sim_held_out.HeldOut)
+    for planned in plan.sessions:
+        session = LiveSession(planned.uid, 0.0, planned.session.calls[0].prompt_tokens, 0.0, calls_seen=1)
+        session.prediction = predictor.predict(session)
+        assert session.prediction.at(0.9) >= session.prediction.at(0.5) > 0
+        side = halves.sessions[planned.session.trace_id][0]
+        assert planned.uid in predictor._by_side[1 - side]._of
+        assert planned.uid not in predictor._by_side[side]._of
 
 
 @pytest.mark.parametrize("name", RIVALS)

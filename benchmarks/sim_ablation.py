@@ -1,6 +1,6 @@
 """What each part of the door is worth: admission law, order, lending, adaptive budget, prediction error.
 
-    .venv/bin/python benchmarks/sim_ablation.py [--quick] [--seeds 1,2]
+    .venv/bin/python benchmarks/sim_ablation.py [--quick] [--seeds 4,5,6]
 
 Starts from the default on deployments that lend and takes one part away or replaces it at a time, and crosses law with
 prediction error, which hit each other. Goodput relative to the default, geometric mean over the loads.
@@ -98,7 +98,7 @@ VARIANTS = (
 
 
 def main() -> None:
-    options = parse(__doc__, (1, 2))
+    options = parse(__doc__, (4, 5, 6))
     loads = LOADS[:1] if options.quick else LOADS
     chosen = VARIANTS[:3] if options.quick else VARIANTS
     keys = [(one.part, one.name, load.name, seed) for one in chosen for load in loads for seed in options.seeds]

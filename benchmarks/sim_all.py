@@ -23,6 +23,7 @@ SCRIPTS = (
     "decode_first",
     "ablation",
     "law",
+    "speed",
 )
 
 

@@ -17,6 +17,7 @@ from sim_rooms import (
     BASIN_ONLINE,
     CODE_SMALL,
     DECODE_FIRST,
+    FRESH_SEEDS,
     Figure,
     Finding,
     Scenario,
@@ -58,7 +59,7 @@ def scenario(name: str, rate_per_min: float) -> Scenario:
 
 
 def main() -> None:
-    options = parse(__doc__, (1, 2))
+    options = parse(__doc__, FRESH_SEEDS)
     loads = [scenario(name, rate) for name, rate in (LOADS[1:2] if options.quick else LOADS)]
     arms: list[tuple[str, str, Settings]] = [(name, "basin", chosen) for name, chosen in ARMS.items()]
     arms += [(name, name, chosen) for name in RIVAL_NAMES for chosen in swept(name, 1 if options.quick else TRIED)]

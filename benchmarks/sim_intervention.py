@@ -39,7 +39,9 @@ from sglang_basin.simulator.records import Log, Outcome
 
 RATE_PER_MIN, BURST_TIMES, BURST_CALLS = 3.3, 4.0, 20
 END_S = 4200.0
-ARMS = ("no burst", "ended at minute 25", "left to finish")
+ARMS = ("no burst", "ended at minute 25", "left to finish", "ended at minute 21")
+ENDED_S = {"ended at minute 25": SURGE_TO_S, "ended at minute 21": 1260.0}
+"""The earlier one tells whether it is the time spent beyond the tipping point that keeps a deployment there."""
 BURST = "burst"
 
 
@@ -70,12 +72,12 @@ class Intervened(Simulation):
         return super().on_call(now_s, session) if known else NONE
 
 
-def with_burst(plan: Plan, burst: Plan) -> Plan:
+def with_burst(plan: Plan, burst: Plan, to_s: float = SURGE_TO_S) -> Plan:
     """Both plans' sessions in order of arrival, the burst's known by their ids."""
     short = [
         PlannedSession(f"{BURST}-{number:05d}", planned.arrival_s, planned.session, False)
         for number, planned in enumerate(burst.sessions)
-        if SURGE_FROM_S <= planned.arrival_s < SURGE_TO_S
+        if SURGE_FROM_S <= planned.arrival_s < to_s
     ]
     sessions = sorted([*plan.sessions, *short], key=lambda planned: planned.arrival_s)
     return dataclasses.replace(plan, sessions=tuple(sessions))
@@ -87,12 +89,11 @@ def run_arm(subject: dict[str, Any]) -> dict[str, Any]:
     plan, hardware = one.plan(), one.settings.hardware()
     if subject["arm"] != "no burst":
         burst: Case = subject["burst"]
-        plan = with_burst(plan, burst.plan())
+        plan = with_burst(plan, burst.plan(), ENDED_S.get(subject["arm"], SURGE_TO_S))
     simulation = Intervened(
         plan, hardware, policy_factory(one.settings.policy, one.settings.policy_options, plan, hardware)
     )
-    if subject["arm"] == "ended at minute 25":
-        simulation.ended_s = SURGE_TO_S
+    simulation.ended_s = ENDED_S.get(subject["arm"])
     log = simulation.run()
     lives = [
         (planned.arrival_s, log.session_end_s[number] if log.session_end_s[number] >= 0 else float("inf"))
@@ -109,17 +110,17 @@ def run_arm(subject: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def back_after_s(result: dict[str, Any]) -> float | None:
-    """Seconds after minute 25 until the hit rate of a minute is at 0.9 of what it was before, and stays for five."""
+def back_after_s(result: dict[str, Any], ended_s: float = SURGE_TO_S) -> float | None:
+    """Seconds after the burst's end until a minute's hit rate is at 0.9 of what it was before, and stays for five."""
     rates = list(zip(result["at_s"], result["hit_rate"], strict=True))
     healthy = statistics.fmean(rate for at_s, rate in rates if 300 <= at_s < SURGE_FROM_S and rate is not None)
     since: float | None = None
     for at_s, rate in rates:
-        if at_s < SURGE_TO_S or rate is None:
+        if at_s < ended_s or rate is None:
             continue
         since = (at_s if since is None else since) if rate >= 0.9 * healthy else None
         if since is not None and at_s - since >= 300:
-            return float(since - SURGE_TO_S)
+            return float(since - ended_s)
     return None
 
 
@@ -145,10 +146,19 @@ def main() -> None:
             for seed in options.seeds
         ]
 
-    times = {arm: [back_after_s(results[arm, seed]) for seed in options.seeds] for arm in ARMS[1:]}
-    ended, left = (statistics.fmean(live(arm, 50)) for arm in ARMS[1:])
+    times = {
+        arm: [back_after_s(results[arm, seed], ENDED_S.get(arm, SURGE_TO_S)) for seed in options.seeds]
+        for arm in ARMS[1:]
+    }
+    ended, left = (statistics.fmean(live(arm, 50)) for arm in ARMS[1:3])
+    by_end = {
+        minute: ", ".join(
+            f"{count:.0f}{'' if time_s is not None else ' (never back)'}"
+            for count, time_s in zip(live(arm, minute), times[arm], strict=True)
+        )
+        for arm, minute in ((ARMS[1], 25), (ARMS[3], 21))
+    }
     quick = [time_s for time_s in times[ARMS[1]] if time_s is not None]
-    at_end = list(zip(live(ARMS[1], 25), times[ARMS[1]], strict=True))
     figures = [
         Figure(
             what="burst ended at minute 25: recovers within",
@@ -156,9 +166,8 @@ def main() -> None:
             ours=(f"{spread([time_s / 60 for time_s in quick], '.1f')} min" if quick else "never")
             + f" ({len(quick)} of {len(options.seeds)} seeds)",
             holds=holds(len(quick) == len(options.seeds) and max(quick) <= 180, bool(quick)),
-            cause="where the burst tipped the deployment over minutes before it was ended, the regular sessions that "
-            "had piled up by then keep it there: live at minute 25, by seed "
-            + ", ".join(f"{n:.0f}{'' if t is not None else ' (never back)'}" for n, t in at_end),
+            cause="ending the burst leaves the regular sessions that have piled up, and their number decides: live at "
+            f"minute 25, by seed: {by_end[25]}. Ended at minute 21 instead, live then: {by_end[21]}",
         ),
         Figure(
             what="regular sessions live at minute 50, left to finish over ended",
@@ -173,7 +182,7 @@ def main() -> None:
     ]
     plot = Plot(figsize=(8, 3.4), layout="constrained")
     axes = plot.add_subplot()
-    for arm, colour in zip(ARMS, ("0.6", "tab:green", "tab:red"), strict=True):
+    for arm, colour in zip(ARMS, ("0.6", "tab:green", "tab:red", "tab:olive"), strict=True):
         for number, seed in enumerate(options.seeds):
             at_min = [at_s / 60 for at_s in results[arm, seed]["at_s"]]
             label = arm if not number else None

@@ -50,7 +50,7 @@ from sglang_basin.replay.trace import Scaling
 from sglang_basin.simulator.simulation import ClientSettings, PolicyFactory
 
 OPEN_FROM_S, OPEN_TO_S = 900.0, 930.0
-MEASURED_FROM_S, END_S = 7200.0, 9000.0
+MEASURED_FROM_S, END_S = 5400.0, 7200.0
 
 
 class Limit(Door):
@@ -319,7 +319,7 @@ def main() -> None:
             "afterwards; samples of half a minute, *collapsed* from ten minutes after the hit rate first fell below "
             f"{COLLAPSED_BELOW}. *Held*: more arrivals than can be served, patient clients, calls in stock's order, a "
             "limit on the sum of present contexts, which in the *collapsed* runs is off for half a minute; hit rate of "
-            "minutes 120 to 150, and how long the deployment stays in either state.",
+            "minutes 90 to 120, and how long the deployment stays in either state.",
             figures=figures,
             tables=[
                 Table(

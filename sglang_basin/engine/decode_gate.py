@@ -246,7 +246,7 @@ class DecodeGate:
         del self._held[message.room]
         if isinstance(message, messages.Enter):
             metrics().door_wait.observe(now_s - waiting.since_s)
-            metrics().decisions.labels("admit", "entered").inc()
+            metrics().decisions.labels("admit", Reason.ENTERED.value).inc()
             self._enter(waiting.request, peer, waiting.session_id, message.priority_ms, now_s)
         else:
             metrics().decisions.labels("refuse", message.reason.value).inc()
@@ -256,7 +256,7 @@ class DecodeGate:
         for room, waiting in list(self._held.items()):
             if waiting.unanswered_s is not None and now_s - waiting.unanswered_s > PATIENCE_S:
                 del self._held[room]
-                metrics().decisions.labels("admit", "no_answer").inc()
+                metrics().decisions.labels("admit", Reason.NO_ANSWER.value).inc()
                 log.warning("Basin: no answer from %s for %.0f s; the call goes on", waiting.peer, PATIENCE_S)
                 self._let_on(waiting.request, waiting.peer, self._priorities.stamp(waiting.since_s))
             elif now_s - waiting.asked_s > ASK_AGAIN_S:

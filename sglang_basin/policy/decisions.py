@@ -34,6 +34,10 @@ class Reason(Enum):
     """The client left one leg of the call; the other one needs no answer either."""
     SESSION_ENDED = "session_ended"
     """The client ended the session while this call of it still waited."""
+    ENTERED = "entered"
+    """On decode: prefill's door has let the session in."""
+    NO_ANSWER = "no_answer"
+    """On decode: prefill's door was asked in vain, and the call goes on as in stock SGLang."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import yaml
 from prometheus_client import generate_latest
 
 from sglang_basin.engine.metrics import TABLE, metrics
+from sglang_basin.policy.decisions import Reason
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "docker/prometheus/basin.rules.yml"
@@ -94,6 +95,7 @@ def test_an_alert_says_what_and_where_and_reads_metrics_that_exist(alert: dict[s
     names = set(WORDS_ON_A_METRIC.findall(alert["expr"]))
     assert names
     assert names <= exported_by_basin()
+    assert set(re.findall(r'reason="(\w+)"', alert["expr"])) <= {reason.value for reason in Reason}
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])

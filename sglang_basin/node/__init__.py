@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -102,12 +102,7 @@ class Node:
         """
         self._start = time.monotonic()
         try:
-            for engine in self.plan.engines:
-                self._launch(engine)
-            self._wait_for_engines()
-            for engine in self.plan.engines:
-                if engine.cores:
-                    self._children[engine.name].pin(engine.cores)
+            self._start_engines(self.plan.engines)
             self._launch(self.plan.router)
             self._wait_for_router()
         except BaseException:
@@ -115,6 +110,12 @@ class Node:
             raise
         self.started_in_s = time.monotonic() - self._start
         self._progress(self.started_in_s, f"ready: {self.url}")
+
+    def start_again(self, name: str) -> None:
+        """Start an engine that has ended by itself anew, as the plan says. Returns when it is up."""
+        self._start = time.monotonic()
+        self._children[name].stop()
+        self._start_engines([engine for engine in self.plan.engines if engine.name == name])
 
     def stop(self) -> None:
         """End every process. Returns when all are gone, within the grace period and a little. May be called again."""
@@ -181,8 +182,16 @@ class Node:
         self._children[process.name] = child
         child.start()
 
-    def _wait_for_engines(self) -> None:
-        waiting = {engine.name: engine.url for engine in self.plan.engines}
+    def _start_engines(self, engines: Sequence[Process]) -> None:
+        for engine in engines:
+            self._launch(engine)
+        self._wait_for_engines(engines)
+        for engine in engines:
+            if engine.cores:
+                self._children[engine.name].pin(engine.cores)
+
+    def _wait_for_engines(self, engines: Sequence[Process]) -> None:
+        waiting = {engine.name: engine.url for engine in engines}
         told = self._say(f"starting {', '.join(waiting)}")
         # SGLang takes a second for each of these answers, so ask for all of them at once.
         with ThreadPoolExecutor(len(waiting), thread_name_prefix="health") as pool:

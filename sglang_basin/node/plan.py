@@ -54,6 +54,7 @@ MANAGED = (
 _SIZES = {
     "tp": ("--tp-size", "--tp", "--tensor-parallel-size"),
     "pp": ("--pp-size", "--pp", "--pipeline-parallel-size"),
+    "dp": ("--dp-size", "--data-parallel-size"),
 }
 
 
@@ -220,7 +221,7 @@ def _engine(
     words += options.prefill_arguments if role == "prefill" else options.decode_arguments
     if options.config is not None:
         words += basin_flags(options.config)
-    environment = profile.environment(role=role, cores=",".join(map(str, cores)) or None)
+    environment = profile.environment(role=role, cores=",".join(map(str, cores)) or None, ranks=_devices(options, role))
     if options.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(options.gpus))
     return Process(
@@ -315,7 +316,7 @@ def _assign_gpus(options: NodeOptions, roles: Sequence[Role]) -> list[int | None
 
 
 def _devices(options: NodeOptions, role: Role) -> int:
-    """GPUs of one engine: tensor-parallel times pipeline-parallel size."""
+    """GPUs of one engine, or its ranks on CPU cores: tensor times pipeline times data parallel size."""
     words = [*options.engine_arguments]
     words += options.prefill_arguments if role == "prefill" else options.decode_arguments
     product = 1

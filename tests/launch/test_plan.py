@@ -200,3 +200,10 @@ def test_command_line_errors_are_one_line() -> None:
         assert done.returncode == 2
         assert named in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_all_ranks_of_an_engine_share_its_cores() -> None:
+    plan = plan_of(platform="cpu", cores="0;1,2", prefill_arguments=("--tp-size", "2", "--dp-size=2"))
+    prefill, decode = plan.engines
+    assert prefill.environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|0|0|0"
+    assert decode.environment["SGLANG_CPU_OMP_THREADS_BIND"] == "1,2"

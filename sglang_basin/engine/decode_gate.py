@@ -2,12 +2,13 @@
 
 Holding on prefill alone would let decode reserve memory for a call that waits at the door, so both legs wait. The
 verdict brings the session's fixed priority; once a session has entered, its further calls pass here without a
-question. A door that does not answer within the patience is taken for gone: the call goes on, and SGLang's own handling
-of a dead prefill applies.
+question. A door that does not answer within the patience is taken for gone: the call goes on, further ones go on at once
+until the door is heard again, and SGLang's own handling of a dead prefill applies.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -93,6 +94,7 @@ class DecodeGate:
         self._finals = finals
         self._watch = watch
         self._heard_s: dict[str, float] = {}  # prefill -> when its last message came
+        self._silent: set[str] = set()  # prefill instances that let the patience run out and were not heard since
         self._clock = clock
         self._priorities = PriorityClock(clock)
         self._held: dict[int, _Held] = {}  # by bootstrap room
@@ -196,7 +198,11 @@ class DecodeGate:
             return
         room = request.bootstrap_room
         self._control.send(peer, messages.Ask(room))
-        self._held[room] = _Held(request, session_id, peer, now_s, now_s, now_s)
+        if peer in self._silent:  # the question asks for a sign of life alone
+            metrics().decisions.labels("admit", Reason.NO_ANSWER.value).inc()
+            self._let_on(request, peer, self._priorities.stamp(now_s))
+        else:
+            self._held[room] = _Held(request, session_id, peer, now_s, now_s, now_s)
 
     def _enter(self, request: Any, peer: str, session_id: str, priority_ms: int, now_s: float) -> None:
         self._entered[peer, session_id] = _Entered(now_s, priority_ms)
@@ -233,6 +239,7 @@ class DecodeGate:
 
     def _hear(self, peer: str, message: messages.FromPrefill, now_s: float) -> None:
         self._heard_s[peer] = now_s
+        self._silent.discard(peer)
         if isinstance(message, messages.Ended):
             for session_id in message.session_ids:
                 self._entered.pop((peer, session_id), None)
@@ -258,6 +265,8 @@ class DecodeGate:
                 del self._held[room]
                 metrics().decisions.labels("admit", Reason.NO_ANSWER.value).inc()
                 log.warning("Basin: no answer from %s for %.0f s; the call goes on", waiting.peer, PATIENCE_S)
+                if self._heard_s.get(waiting.peer, -math.inf) < waiting.unanswered_s:
+                    self._silent.add(waiting.peer)
                 self._let_on(waiting.request, waiting.peer, self._priorities.stamp(waiting.since_s))
             elif now_s - waiting.asked_s > ASK_AGAIN_S:
                 waiting.asked_s = now_s

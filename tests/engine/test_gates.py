@@ -255,6 +255,19 @@ def test_a_silent_prefill_costs_the_patience_and_then_the_call_goes_on(pair: Pai
     assert rids(pair.decode.pass_on([])) == ["d2"]
 
 
+def test_the_patience_is_lost_once_and_questions_wait_again_when_prefill_is_heard(pair: Pair) -> None:
+    pair.channel.close()
+    assert pair.decode.pass_on([pair.call("b", 2)]) == []
+    pair.clock.now_s = decode_gate.PATIENCE_S + 1
+    assert rids(pair.decode.pass_on([])) == ["d2"]
+    assert rids(pair.decode.pass_on([pair.call("c", 3)])) == ["d3"]
+
+    pair.prefill.control = PrefillEnd(HOST, pair.port)
+    pair.until(lambda p, d: not pair.decode._silent, prefill=[pair.call("c", 3, side="p")])
+    assert pair.decode.pass_on([pair.call("e", 4)]) == []
+    pair.until(lambda p, d: rids(d) == ["d4"], prefill=[pair.call("e", 4, side="p")])
+
+
 def test_a_waiting_call_is_not_let_go_while_prefill_still_answers(pair: Pair) -> None:
     pair.enter("a", 1, 101)
     waiting = {"prefill": [pair.call("b", 2, side="p")], "decode": [pair.call("b", 2)]}

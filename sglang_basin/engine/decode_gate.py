@@ -2,8 +2,8 @@
 
 Holding on prefill alone would let decode reserve memory for a call that waits at the door, so both legs wait. The
 verdict brings the session's fixed priority; once a session has entered, its further calls pass here without a
-question. A door that does not answer within the patience is taken for gone: the call goes on, further ones go on at once
-until the door is heard again, and SGLang's own handling of a dead prefill applies.
+question. A door that does not answer within the patience is taken for gone: the call goes on, further ones go on at
+once until the door is heard again, and SGLang's own handling of a dead prefill applies.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import os
 import re
@@ -77,6 +78,7 @@ def examine(model_path: str | None = None) -> Iterator[Finding]:
     yield from check_entry_points()
     yield from check_system_libraries()
     yield check_compiler()
+    yield check_kernels()
     yield from check_ports()
     yield check_shared_memory(SHARED_MEMORY_BYTES[platform])
     yield check_open_files()
@@ -153,6 +155,15 @@ def check_system_libraries() -> Iterator[Finding]:
             yield Finding("FAIL", library, str(error), f"apt-get install -y {package}")
         else:
             yield Finding("OK", library, "loads")
+
+
+def check_kernels() -> Finding:
+    """That the GPU kernels are installed; whether they compile, the tests know. Imports nothing."""
+    spec = importlib.util.find_spec("basin_kernels")
+    if spec is None or spec.origin is None:
+        mend = f"pip install --force-reinstall --no-deps {DISTRIBUTION} (or -e . in a checkout)"
+        return Finding("FAIL", "basin_kernels", "not installed", mend)
+    return Finding("OK", "basin_kernels", f"page copy, at {Path(spec.origin).parent}")
 
 
 def check_compiler() -> Finding:

@@ -31,6 +31,7 @@ def test_this_environment_is_well() -> None:
     ]
     assert bad == []
     assert {f"hook {hook.target}" for hook in HOOKS} <= set(found)
+    assert found["basin_kernels"]["status"] == "OK"
     assert found["sglang"] == {"status": "OK", "check": "sglang", "detail": "0.5.23", "mend": ""}
 
 
@@ -56,6 +57,13 @@ def test_wrong_mooncake_wheel() -> None:
     (finding,) = doctor.check_mooncake("cuda")  # this environment has the wheel for machines without a GPU
     assert finding.status == "FAIL"
     assert "pip install --force-reinstall mooncake-transfer-engine-cuda13" in finding.mend
+
+
+def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    finding = doctor.check_kernels()
+    assert (finding.status, finding.detail) == ("FAIL", "not installed")
+    assert "pip install" in finding.mend
 
 
 def test_taken_port_is_named() -> None:

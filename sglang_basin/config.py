@@ -120,6 +120,15 @@ OPTIONS: tuple[Option, ...] = (
         check=lambda value: None if value else "must not be empty",
     ),
     Option(
+        name="session_log",
+        parse=str,
+        types=(str, type(None)),
+        default=None,
+        help="file that finished sessions are appended to, rotated at 16 MiB, for fit_predictor: token counts and "
+        "hashed features, no text and no names; one file per prefill instance",
+        why="unset: written only where somebody wants to fit a model",
+    ),
+    Option(
         name="order",
         parse=str,
         types=(str,),
@@ -272,6 +281,7 @@ class BasinConfig:
     knee_tokens: int | None = None
     adaptive_band: float = 0.0
     predictor: str = "seen"
+    session_log: str | None = None
     order: str = "arrival"
     order_tokens_per_s: float = 30.0
     idle_timeout_s: float = 600.0

@@ -21,12 +21,17 @@ from sglang_basin.platforms.tiny_model import ModelSpec, build
 
 BUDGET_TOKENS = 2_000
 POOL_TOKENS = 16_000
+MAX_RUNNING = 12
+"""Calls that an engine runs at once, fewer than its pool has room for."""
 IDLE_TIMEOUT_S = 20.0
 HOLD_LIMIT_S = 12.0
 TICKET_GRACE_S = 4.0
 
 MODEL = ModelSpec(hidden=128, layers=2, vocab=2048, dtype="float32", seed=7)
-ENGINE_ARGUMENTS = ("--max-total-tokens", str(POOL_TOKENS), "--page-size", "16", "--enable-metrics")
+ENGINE_ARGUMENTS = (
+    *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING)),
+    *("--page-size", "16", "--enable-metrics"),
+)
 LOGS = Path(__file__).parent.parent / "out" / "test-logs"
 
 

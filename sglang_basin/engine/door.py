@@ -10,16 +10,18 @@ from sglang_basin.config import BasinConfig, ConfigError
 from sglang_basin.engine.metrics import fault
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
-from sglang_basin.policy.prediction import PeakPredictor, PeaksSeen
+from sglang_basin.policy.prediction import PeakPredictor
 from sglang_basin.policy.priority import ArrivalOrder, SizeAwareOrder
 from sglang_basin.policy.recording import RecordedDoor
 from sglang_basin.policy.reservation import law_named
 from sglang_basin.policy.shedding import SheddingSettings
+from sglang_basin.predictor.deployed import DeployedPredictor
+from sglang_basin.predictor.model_file import ModelFileError, default_model_path
 
 
-def door_for(config: BasinConfig, capacity_tokens: int) -> Door | RecordedDoor:
-    """Build the door. `capacity_tokens` is what the cache holds at most. Raises ConfigError for a model file or a
-    recording that cannot be used."""
+def door_for(config: BasinConfig, capacity_tokens: int, predictor: PeakPredictor) -> Door | RecordedDoor:
+    """Build the door. `capacity_tokens` is what the cache holds at most. Raises ConfigError for a recording that cannot
+    be written."""
     watches = config.admission == "off"
     door = Door(
         DoorSettings(
@@ -40,23 +42,23 @@ def door_for(config: BasinConfig, capacity_tokens: int) -> Door | RecordedDoor:
             capacity_tokens,
         ),
         order=SizeAwareOrder(config.order_tokens_per_s) if config.order == "size" else ArrivalOrder(),
-        predictor=_predictor(config.predictor),
+        predictor=predictor,
         shedding=SheddingSettings(enabled=config.shedding == "on", head_wait_s=config.shed_wait_s),
     )
     return door if config.record is None else RecordedDoor(door, recording(config.record))
 
 
-def _predictor(name: str) -> PeakPredictor:
-    if name == "seen":
-        return PeaksSeen()
-    from sglang_basin.predictor.model_file import ModelFileError, default_model_path, load_model
-    from sglang_basin.predictor.predictor import TrainedPredictor
-
-    path = default_model_path() if name == "trained" else Path(name)
+def predictor_for(config: BasinConfig) -> DeployedPredictor:
+    """Load the model and open the session log. Raises ConfigError naming the option when one of them cannot be used."""
+    named = {"seen": None, "trained": default_model_path()}
+    model = named[config.predictor] if config.predictor in named else Path(config.predictor)
     try:
-        return TrainedPredictor(load_model(path))
-    except (OSError, ModelFileError) as error:
-        raise ConfigError(f"--basin-predictor {name}: {error}") from None
+        return DeployedPredictor.from_files(model, None if config.session_log is None else Path(config.session_log))
+    except ModelFileError as error:
+        raise ConfigError(f"--basin-predictor {config.predictor}: {error}") from None
+    except OSError as error:
+        option = "--basin-predictor" if error.filename == str(model) else "--basin-session-log"
+        raise ConfigError(f"{option} {error.filename}: {error.strerror}") from None
 
 
 def recording(path: str) -> Callable[[str], Any]:

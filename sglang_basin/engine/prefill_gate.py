@@ -18,7 +18,7 @@ from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import PrefillEnd
 from sglang_basin.engine.decision_log import KINDS, DecisionLog
-from sglang_basin.engine.door import door_for
+from sglang_basin.engine.door import door_for, predictor_for
 from sglang_basin.engine.figures import cache_figures, control_figures, door_figures
 from sglang_basin.engine.identity import stamp_of
 from sglang_basin.engine.metrics import (
@@ -46,6 +46,7 @@ from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Reaso
 from sglang_basin.policy.door import Door
 from sglang_basin.policy.interface import EngineView
 from sglang_basin.policy.recording import RecordedDoor
+from sglang_basin.predictor.deployed import DeployedPredictor
 from sglang_basin.status import ControlFigures, Status
 
 T = TypeVar("T")
@@ -70,16 +71,18 @@ class PrefillGate:
         answer: Answer,
         watch: EngineWatch | None = None,
         decision_log: DecisionLog | None = None,
+        predictor: DeployedPredictor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`control` is None for a unified server, which has no decode instances; `watch` is None where no scheduler
-        is, and the budget then stays where it is."""
+        """`control` is None for a unified server, which has no decode instances; without a `watch` the budget stays
+        where it is. `predictor` is the door's, told here what requests say about their tasks."""
         self.door = door
         self.control = control
         self._answer = answer
         self._watch = watch
         self._view: EngineView | None = None  # what the watch saw last
         self._decision_log = decision_log
+        self._predictor = predictor
         self._turn = Turn()
         self._clock = clock
         self._priorities = PriorityClock(clock)
@@ -107,10 +110,10 @@ class PrefillGate:
                 import zmq
 
                 scheduler.idle_sleeper.poller.register(control.socket, zmq.POLLIN)
-        door = door_for(config, scheduler.max_total_num_tokens)
-        log_path = config.decision_log
-        decision_log = None if log_path is None else DecisionLog(Path(log_path))
-        return cls(door, control, scheduler_answer(scheduler), EngineWatch(scheduler), decision_log)
+        predictor = predictor_for(config)
+        door = door_for(config, scheduler.max_total_num_tokens, predictor)
+        decisions = None if config.decision_log is None else DecisionLog(Path(config.decision_log))
+        return cls(door, control, scheduler_answer(scheduler), EngineWatch(scheduler), decisions, predictor)
 
     def __repr__(self) -> str:
         rule = f"admission by {self.door.law.name} reservation" if self.door.settings.enabled else "admission off"
@@ -154,7 +157,7 @@ class PrefillGate:
         if self.control is None:
             self.door.finish(known, len(request.output_ids), now_s)
         else:
-            self.door.prefilled(known, now_s)
+            self.door.prefilled(known, now_s, cached_tokens=request.cached_tokens)
 
     def describe(self, status: Status) -> None:
         now_s = self._clock()
@@ -172,6 +175,8 @@ class PrefillGate:
         self._held.clear()
         if self.control is not None:
             self.control.close()
+        if self._predictor is not None:
+            self._predictor.close(timeout_s=0.0)
         return held
 
     # How calls come and go.
@@ -195,6 +200,8 @@ class PrefillGate:
             self._turn.go_on(request)  # no call that a router sends; SGLang has its own answer to it
             return
         session_id = stamp.session_id
+        if session_id is not None and self._predictor is not None:
+            self._predictor.describe(session_id, stamp.task)
         decision = self.door.call(
             call, session_id, len(request.input_ids or ()), now_s, ends_session=stamp.ends_session
         )

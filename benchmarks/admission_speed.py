@@ -1,0 +1,89 @@
+"""What an admission decision costs with many live sessions, and what a session costs in memory.
+
+The engine's own door, as `--basin-*` options describe it, filled with live sessions; then, alternating, calls of live
+sessions and of new ones, each with the poll that follows it. Prints microseconds of CPU per decision and bytes per live
+session, the predictor's included.
+
+    .venv/bin/python benchmarks/admission_speed.py [--sessions 10000] [--calls 20000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import time
+import tracemalloc
+
+import numpy as np
+
+from sglang_basin.config import BasinConfig
+from sglang_basin.engine.door import door_for, predictor_for
+from sglang_basin.predictor.payload import task_payload
+
+PEAK_TOKENS = (2_000, 120_000)
+SECONDS_BETWEEN_CALLS = 0.01
+
+
+def measure(config: BasinConfig, sessions: int, calls: int) -> dict[str, float]:
+    rng = random.Random(1)
+    tracemalloc.start()
+    predictor = predictor_for(config)
+    door = door_for(config, 10**12, predictor)
+    gc.collect()
+    before_bytes = tracemalloc.get_traced_memory()[0]
+    now_s = 0.0
+    for number in range(sessions):
+        name = f"session-{number:08x}"
+        messages = [{"role": "user", "content": f"Fix issue {number} of module {rng.random()}"}]
+        predictor.describe(name, task_payload({"messages": messages}))
+        door.call(f"first-{number}", name, rng.randint(*PEAK_TOKENS), now_s)
+        door.finish(f"first-{number}", 200, now_s)
+        now_s += 1e-4
+    gc.collect()
+    session_bytes = (tracemalloc.get_traced_memory()[0] - before_bytes) / sessions
+    tracemalloc.stop()
+    assert door.state().live_sessions == sessions
+    door.budget.capacity_tokens = door.state().reserved_tokens  # from here on new sessions wait
+
+    spent_us: dict[str, list[float]] = {"live": [], "new": []}
+    for number in range(calls):
+        kind = "new" if number % 2 else "live"
+        name = f"new-{number}" if number % 2 else f"session-{rng.randrange(sessions):08x}"
+        tokens = rng.randint(*PEAK_TOKENS)
+        start = time.thread_time_ns()
+        door.call(str(number), name, tokens, now_s)
+        door.poll(now_s)
+        spent_us[kind].append((time.thread_time_ns() - start) / 1000)
+        door.finish(str(number), 200, now_s)
+        now_s += SECONDS_BETWEEN_CALLS
+    result = {"bytes per live session": session_bytes}
+    for kind, values in spent_us.items():
+        result |= {f"{kind} call, {share} %, us": float(np.percentile(values, share)) for share in (50, 99)}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sessions", type=int, default=10_000)
+    parser.add_argument("--calls", type=int, default=20_000)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args()
+    results = {
+        predictor: measure(
+            BasinConfig(admission="partial", predictor=predictor, order="size"), options.sessions, options.calls
+        )
+        for predictor in ("seen", "trained")
+    }
+    if options.json:
+        print(json.dumps(results, indent=1))
+        return
+    print(f"{options.sessions} live sessions; bounds: 20 us a decision, 2,048 bytes a session\n")
+    print("| | seen | trained |\n| --- | --- | --- |")
+    for name in results["seen"]:
+        print(f"| {name} | {results['seen'][name]:.1f} | {results['trained'][name]:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

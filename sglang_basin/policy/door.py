@@ -138,7 +138,7 @@ class Door:
         self._rates = Rates(shedding or SheddingSettings())
         self._live: OrderedDict[str, Session] = OrderedDict()  # least recently active first
         self._waiting: dict[str, Session] = {}
-        self._queue: list[tuple[float, int, str]] = []  # (priority, ticket, session id), sorted; no stale entries
+        self._queue: list[tuple[float, int, str]] = []  # of those with a call, sorted: (priority, ticket, id)
         self._away: OrderedDict[str, float] = OrderedDict()  # waiting sessions without a call -> since when
         self._answered: OrderedDict[str, float] = OrderedDict()  # live sessions after their final answer -> since when
         self._idle = IdleTimeout(settings.idle_timeout_s, settings.idle_floor_s)
@@ -212,8 +212,9 @@ class Door:
             self._tickets += 1
             session.ticket = self._tickets
             self._waiting[session_id] = session
-            bisect.insort(self._queue, (session.priority, session.ticket, session_id))
-        self._away.pop(session_id, None)
+            self._line_up(session)
+        elif self._away.pop(session_id, None) is not None:
+            self._line_up(session)
         self._keep(session, call)
         call.stage = Stage.HELD
         self._held.append(call)
@@ -429,15 +430,13 @@ class Door:
 
     def _head(self) -> Session | None:
         """The first waiting session that has a call to let in."""
-        if not self._away:
-            return self._waiting[self._queue[0][2]] if self._queue else None
-        return next((self._waiting[entry[2]] for entry in self._queue if entry[2] not in self._away), None)
+        return self._waiting[self._queue[0][2]] if self._queue else None
 
     def _present(self, call: Call, now_s: float) -> Decision:
         if call.stage is not Stage.HELD:
             return Admit(call.call_id, Reason.LIVE_SESSION, now_s - call.arrived_s)
         session = self._waiting[call.session_id]
-        ahead = bisect.bisect_left(self._queue, (session.priority, session.ticket, session.session_id))
+        ahead = bisect.bisect_left(self._queue, _place(session))
         return Queue(
             call.call_id,
             Reason.BEHIND_QUEUE if ahead else Reason.NO_HEADROOM,
@@ -517,6 +516,7 @@ class Door:
         del session.calls[call_id]
         if not session.live and not session.calls:
             if self.settings.ticket_grace_s > 0:
+                self._step_out(session)
                 self._away[session.session_id] = now_s
             else:
                 self._leave_queue(session)
@@ -530,11 +530,16 @@ class Door:
         if len(self._turned_away) > self.settings.max_sessions:
             self._turned_away.popitem(last=False)
 
+    def _line_up(self, session: Session) -> None:
+        bisect.insort(self._queue, _place(session))
+
+    def _step_out(self, session: Session) -> None:
+        del self._queue[bisect.bisect_left(self._queue, _place(session))]
+
     def _leave_queue(self, session: Session) -> None:
         del self._waiting[session.session_id]
-        self._away.pop(session.session_id, None)
-        entry = (session.priority, session.ticket, session.session_id)
-        del self._queue[bisect.bisect_left(self._queue, entry)]
+        if self._away.pop(session.session_id, None) is None:
+            self._step_out(session)
 
     def _refuse(self, call: Call, reason: Reason, now_s: float) -> Refuse:
         self._drop(call.call_id, now_s)
@@ -568,8 +573,7 @@ class Door:
         if now_s < self._next_shed_s or excess <= 0:
             return []
         self._next_shed_s = now_s + 1 / excess  # what arrives beyond the capacity is what must go
-        last = next(entry[2] for entry in reversed(self._queue) if entry[2] not in self._away)
-        return self._turn_away(self._waiting[last], Reason.SHED, now_s)
+        return self._turn_away(self._waiting[self._queue[-1][2]], Reason.SHED, now_s)
 
     def _expire_idle(self, now_s: float) -> None:
         while self._live:
@@ -609,3 +613,7 @@ class Door:
     def _advance(self, now_s: float) -> float:
         self._now_s = max(self._now_s, now_s)
         return self._now_s
+
+
+def _place(session: Session) -> tuple[float, int, str]:
+    return session.priority, session.ticket, session.session_id

@@ -16,22 +16,19 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A session's peak context as a few quantiles, ascending in both columns: ((0.1, 900), (0.5, 2000), …)."""
+    """A session's peak context: `tokens` are its quantiles at `SHARES`, ascending."""
 
-    quantiles: tuple[tuple[float, float], ...]
+    tokens: tuple[float, ...]
 
     def at(self, share: float) -> float:
         """The peak, in tokens, that is not exceeded with probability `share`; linear between the known quantiles."""
-        low, low_tokens = self.quantiles[0]
-        if share <= low:
-            return low_tokens
-        for high, high_tokens in self.quantiles:
-            if share == high:
-                return high_tokens
-            if share < high:
-                return low_tokens + (high_tokens - low_tokens) * (share - low) / (high - low)
-            low, low_tokens = high, high_tokens
-        return low_tokens
+        high = bisect.bisect_left(SHARES, share)
+        if high == len(SHARES):
+            return self.tokens[-1]
+        if high == 0 or SHARES[high] == share:
+            return self.tokens[high]
+        part = (share - SHARES[high - 1]) / (SHARES[high] - SHARES[high - 1])
+        return self.tokens[high - 1] + (self.tokens[high] - self.tokens[high - 1]) * part
 
 
 class PeakPredictor(Protocol):
@@ -56,8 +53,8 @@ class PeaksSeen:
     """
 
     MIN_SEEN = 8
-    BLIND = ((0.1, 1.0), (0.25, 1.2), (0.5, 2.0), (0.75, 3.0), (0.9, 5.0))
-    """Peak over present context at the start of a session, roughly as in the recorded coding-agent traces."""
+    BLIND = (1.0, 1.2, 2.0, 3.0, 5.0)
+    """Peak over present context at the start of a session, at `SHARES`, roughly as in recorded coding agents."""
 
     def __init__(self, memory: int = 512) -> None:
         self._recent: deque[int] = deque()
@@ -69,8 +66,8 @@ class PeaksSeen:
         first = bisect.bisect_left(self._sorted, now_tokens)
         count = len(self._sorted) - first
         if count < self.MIN_SEEN:
-            return Prediction(tuple((share, now_tokens * factor) for share, factor in self.BLIND))
-        return Prediction(tuple((share, float(self._sorted[first + int(share * (count - 1))])) for share in SHARES))
+            return Prediction(tuple(now_tokens * factor for factor in self.BLIND))
+        return Prediction(tuple(float(self._sorted[first + int(share * (count - 1))]) for share in SHARES))
 
     def learn(self, session: Session) -> None:
         bisect.insort(self._sorted, session.peak_tokens)

@@ -51,7 +51,7 @@ class Serving:
                 policy.peak_tokens = max(policy.peak_tokens, context)
                 policy.prediction = self.predictor.predict(policy)
                 if context == prompt and call in wanted and len(made) < len(calls):
-                    made.append([tokens for _, tokens in policy.prediction.quantiles])
+                    made.append(list(policy.prediction.tokens))
                     wanted.discard(call)
         self.predictor.learn(policy)
         return made

@@ -131,7 +131,7 @@ class TrainedPredictor:
         guess = model.guess(followed.history, followed.subject)
         if not followed.guesses or guess.stage > followed.guesses[-1].stage:
             followed.guesses.append(guess)
-        followed.prediction = Prediction(model.quantiles(guess))
+        followed.prediction = Prediction(tuple(tokens for _, tokens in model.quantiles(guess)))
         return followed.prediction
 
     @staticmethod

@@ -62,16 +62,16 @@ class NoisyOracle:
     def predict(self, session: Session) -> Prediction:
         session_id, context = session.session_id, float(session.context_tokens)
         if session_id not in self._peak_of:
-            return Prediction(tuple((share, context) for share in SHARES))
+            return Prediction((context,) * len(SHARES))
         known = self._known.get(session_id)
         if known is not None and context <= known[0]:
             return known[1]
         if self.settings.rank_correlation == 1:
             holds_until = peak = max(float(self._peak_of[session_id]), context)
-            prediction = Prediction(tuple((share, peak) for share in SHARES))
+            prediction = Prediction((peak,) * len(SHARES))
         else:
             prediction = self._blurred(session_id, context)
-            holds_until = min(context * STALE_FACTOR, prediction.quantiles[0][1])
+            holds_until = min(context * STALE_FACTOR, prediction.tokens[0])
         self._known[session_id] = (holds_until, prediction)
         return prediction
 
@@ -104,7 +104,7 @@ class NoisyOracle:
             shares = [min(max(below + share * (1 - below), 1e-9), 1 - 1e-9) for share in SHARES]
             scores = [middle + width * _NORMAL.inv_cdf(share) for share in shares]
         tokens = [max(context, self._tokens(score)) for score in scores]
-        return Prediction(tuple(zip(SHARES, tokens, strict=True)))
+        return Prediction(tuple(tokens))
 
     def _score(self, peak_tokens: int) -> float:
         """The normal score of a peak: its mid-rank among the trace's peaks."""

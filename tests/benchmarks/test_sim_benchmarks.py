@@ -239,7 +239,7 @@ def test_benchmarks_run_basins_defaults() -> None:
         sim_rooms.policy_factory("basin", given, plan, hardware)() for given in ({}, dict(sim_rooms.DEFAULT))
     )
     live = LiveSession("a", 0.0, 10_000, 0.0, first_tokens=10_000)
-    live.prediction = Prediction(((0.1, 12_000.0), (0.5, 30_000.0), (0.9, 60_000.0)))
+    live.prediction = Prediction((12_000.0, 20_000.0, 30_000.0, 45_000.0, 60_000.0))
     assert default.law.reserve(live) == written.law.reserve(live)
     assert default.law.z == written.law.z
     assert default.budget.settings == written.budget.settings

@@ -1,5 +1,5 @@
-"""A session's fixed priority in SGLang's own queues: the call of an earlier session goes before that of a later one that
-was there first, wherever the two meet. All sessions here are live, so that the door itself holds nobody.
+"""A session's fixed priority in SGLang's own queues: the call of an earlier session goes before that of a later one,
+though the latter was there first, wherever the two meet. All sessions here are live, so that the door holds nobody.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from sglang_basin.engine.fingerprints import Fingerprints
-from sglang_basin.policy.lineage import Lineage, Standing
+from sglang_basin.policy.lineage import Lineage, Placement
 
 SYSTEM_TOKENS = 13_000
 LENGTHS = (1_000, 13_500, 25_000, 50_000, 100_000, 200_000)
@@ -46,8 +46,8 @@ class Bench:
     def _text(self, tokens: int) -> array[int]:
         return array("q", self._random.integers(0, 150_000, tokens).tolist())
 
-    def call(self, prompt: array[int]) -> str | None:
-        return self.lineage.place(self._fingerprints.of(prompt), lambda session_id: Standing.ANSWERED)
+    def call(self, prompt: array[int]) -> Placement | None:
+        return self.lineage.place(self._fingerprints.of(prompt), lambda session_id: False)
 
     def times_s(self, tokens: int, calls: int) -> list[float]:
         """Each call goes on with the same session, once its context has about this length."""

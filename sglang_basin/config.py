@@ -148,6 +148,16 @@ OPTIONS: tuple[Option, ...] = (
         check=_at_least(1e-3),
     ),
     Option(
+        name="infer_sessions",
+        parse=str,
+        types=(str,),
+        default="on",
+        help="'on' tells by their prompts which calls without a session's name belong together: one that extends a "
+        "context is its next call; 'off' lets all such calls pass, uncounted",
+        why="clients need not change anything",
+        check=_one_of("on", "off"),
+    ),
+    Option(
         name="idle_timeout_s",
         parse=float,
         types=(float, int),
@@ -284,6 +294,7 @@ class BasinConfig:
     session_log: str | None = None
     order: str = "arrival"
     order_tokens_per_s: float = 30.0
+    infer_sessions: str = "on"
     idle_timeout_s: float = 600.0
     idle_floor_s: float = 60.0
     final_grace_s: float = 60.0

@@ -21,13 +21,14 @@ from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
 from sglang_basin.engine.control import DecodeEnd, address
 from sglang_basin.engine.figures import cache_figures, control_figures
 from sglang_basin.engine.finals import FinalAnswers
-from sglang_basin.engine.identity import stamp_of
+from sglang_basin.engine.identity import Stamp, stamp_of
 from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics, show_control
 from sglang_basin.engine.priorities import PriorityClock
-from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, peers
+from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, failed, peers
 from sglang_basin.engine.turn import Turn
 from sglang_basin.engine.watch import EngineWatch
 from sglang_basin.policy.decisions import Reason
+from sglang_basin.policy.lineage import MIN_TOKENS
 from sglang_basin.status import ControlFigures, Status
 
 ASK_AGAIN_S = 5.0
@@ -43,7 +44,8 @@ REPORT_RUNNING_S = 30.0
 @dataclass(slots=True)
 class _Held:
     request: TokenizedGenerateReqInput
-    session_id: str
+    session_id: str | None
+    """None while only prefill knows whose call it is, by its prompt."""
     peer: str
     since_s: float
     asked_s: float
@@ -82,8 +84,10 @@ class DecodeGate:
         max_sessions: int,
         finals: FinalAnswers,
         watch: EngineWatch | None = None,
+        asks_unnamed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`asks_unnamed`: prefill infers the sessions of calls that name none, so it is asked about these too."""
         self._control = control
         self._answer = answer
         self._turn = Turn()
@@ -95,6 +99,7 @@ class DecodeGate:
         self._watch = watch
         self._heard_s: dict[str, float] = {}  # prefill -> when its last message came
         self._silent: set[str] = set()  # prefill instances that let the patience run out and were not heard since
+        self._asks_unnamed = asks_unnamed
         self._clock = clock
         self._priorities = PriorityClock(clock)
         self._held: dict[int, _Held] = {}  # by bootstrap room
@@ -122,6 +127,7 @@ class DecodeGate:
             max_sessions=config.max_live_sessions,
             finals=FinalAnswers.for_scheduler(scheduler),
             watch=EngineWatch(scheduler),
+            asks_unnamed=config.infer_sessions == "on",
         )
 
     def __repr__(self) -> str:
@@ -151,7 +157,8 @@ class DecodeGate:
         call = self._inside.pop(request.rid, None)
         if call is not None:
             output_tokens = len(getattr(request, "output_ids", None) or ())
-            self._control.send(call.peer, messages.Left(call.room, output_tokens, self._is_final(request, call)))
+            final = self._is_final(request, call)
+            self._control.send(call.peer, messages.Left(call.room, output_tokens, final, not failed(request)))
 
     def describe(self, status: Status) -> None:
         now_s = self._clock()
@@ -182,17 +189,19 @@ class DecodeGate:
         self._turn.go_on(request)
 
     def _arrive(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
-        session_id = stamp_of(request).session_id
-        if session_id is None or not peers(request) or request.bootstrap_room in self._held:
-            reason = Reason.NO_IDENTITY if session_id is None else Reason.ADMISSION_OFF
+        stamp = stamp_of(request)
+        session_id = stamp.session_id
+        is_nobodys = session_id is None and not (self._asks_unnamed and _could_be_known(request, stamp))
+        if is_nobodys or not peers(request) or request.bootstrap_room in self._held:
+            reason = Reason.NO_IDENTITY if is_nobodys else Reason.ADMISSION_OFF
             metrics().decisions.labels("admit", reason.value).inc()
             request.priority = self._priorities.stamp(now_s)
             self._turn.go_on(request)
             return
         bootstrap_port = request.bootstrap_port or self._default_bootstrap_port
         peer = address(request.bootstrap_host, bootstrap_port + self._control_port_offset)
-        entered = self._entered.get((peer, session_id))
-        if entered is not None:
+        entered = self._entered.get((peer, session_id)) if session_id is not None else None
+        if session_id is not None and entered is not None:
             metrics().decisions.labels("admit", Reason.LIVE_SESSION.value).inc()
             self._enter(request, peer, session_id, entered.priority_ms, now_s)
             return
@@ -254,7 +263,10 @@ class DecodeGate:
         if isinstance(message, messages.Enter):
             metrics().door_wait.observe(now_s - waiting.since_s)
             metrics().decisions.labels("admit", Reason.ENTERED.value).inc()
-            self._enter(waiting.request, peer, waiting.session_id, message.priority_ms, now_s)
+            if waiting.session_id is None:
+                self._let_on(waiting.request, peer, message.priority_ms)
+            else:
+                self._enter(waiting.request, peer, waiting.session_id, message.priority_ms, now_s)
         else:
             metrics().decisions.labels("refuse", message.reason.value).inc()
             refuse(self._answer, waiting.request, message.reason, message.retry_after_s)
@@ -283,3 +295,8 @@ class DecodeGate:
                 self._control.send(peer, messages.Running(running[start : start + messages.ROOMS_PER_MESSAGE]))
         while self._entered and now_s - next(iter(self._entered.values())).last_call_s > self._idle_timeout_s:
             self._entered.popitem(last=False)
+
+
+def _could_be_known(request: TokenizedGenerateReqInput, stamp: Stamp) -> bool:
+    """Whether the prompt is long enough for prefill to infer a session from it."""
+    return request.input_ids is not None and len(request.input_ids) - stamp.tail_tokens >= MIN_TOKENS

@@ -60,6 +60,8 @@ class Stamp(msgspec.Struct, frozen=True, omit_defaults=True):
     ends_session: bool = False
     tools: bool = False
     """The client offers the model tools."""
+    starts_agent: bool = False
+    """By its looks the first of an agent's calls; only said of calls that name no session."""
     tail_tokens: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """Tokens at the prompt's end that may read differently once the answer is history (`openings`)."""
     task: dict[str, Any] | None = None
@@ -89,14 +91,43 @@ class Fields(msgspec.Struct):
     client_metadata: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     tool_choice: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    previous_response_id: msgspec.Raw = msgspec.Raw()
 
     def offers_tools(self) -> bool:
         """Whether the model may call a tool: chat, messages and responses all have a `tools` list."""
         listed = bytes(self.tools).strip()
         return listed[:1] == b"[" and listed[1:-1].strip() != b"" and bytes(self.tool_choice) != b'"none"'
 
+    def starts_agent(self) -> bool:
+        """Whether this looks like an agent's first call: it offers tools, leaves it to the model which to use if any
+        (a forced one makes a single call of structured output), and has no answer of the model's yet."""
+        choice = _value(self.tool_choice)
+        is_free = choice in (None, "auto") or (isinstance(choice, dict) and choice.get("type") == "auto")
+        return self.offers_tools() and is_free and not self._has_history()
 
-class _Metadata(msgspec.Struct):
+    def _has_history(self) -> bool:
+        if _value(self.previous_response_id) is not None:
+            return True
+        listed = self.messages or self.input
+        if memoryview(listed)[:1] != b"[":
+            return False  # one question, as a text
+        try:
+            items = _decode_items(listed)
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        return any(item.role in ("assistant", "tool") or item.type not in (None, "message") for item in items)
+
+
+class _Item(msgspec.Struct):
+    """Of a message, or of an item of `/v1/responses`."""
+
+    role: Any = None
+    type: Any = None
+
+
+class Metadata(msgspec.Struct):
     """Of `metadata` and Codex's `client_metadata`."""
 
     user_id: Any = None
@@ -110,7 +141,8 @@ class _UserId(msgspec.Struct):
 
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
-_decode_metadata = msgspec.json.Decoder(_Metadata).decode
+_decode_items = msgspec.json.Decoder(list[_Item]).decode
+_decode_metadata = msgspec.json.Decoder(Metadata).decode
 _decode_user_id = msgspec.json.Decoder(_UserId).decode
 
 
@@ -141,7 +173,7 @@ def claim(
     """
     fields = body if isinstance(body, Fields) else read_fields(body, on_malformed)
     metadata = _metadata(fields.metadata)
-    ends = any(_is_true(headers.get(name)) for name in END_HEADERS) or _is_true(metadata.end)
+    ends = ends_session(headers, metadata)
     for source, value in _names(headers, fields, metadata, session_id, routing_key):
         if value is None:
             continue
@@ -162,8 +194,13 @@ def claim(
     return None
 
 
+def ends_session(headers: Mapping[str, str], metadata: Metadata) -> bool:
+    """Whether the client announces its session's last call; it need not name the session for that."""
+    return any(_is_true(headers.get(name)) for name in END_HEADERS) or _is_true(metadata.end)
+
+
 def _names(
-    headers: Mapping[str, str], fields: Fields, metadata: _Metadata, session_id: object, routing_key: object
+    headers: Mapping[str, str], fields: Fields, metadata: Metadata, session_id: object, routing_key: object
 ) -> Iterator[tuple[str, object]]:
     yield SESSION_HEADERS[0], headers.get(SESSION_HEADERS[0])
     yield "body.session_id", session_id if session_id is not None else _value(fields.session_id)
@@ -198,13 +235,13 @@ def _value(field: msgspec.Raw) -> object:
         return b""
 
 
-def _metadata(field: msgspec.Raw) -> _Metadata:
+def _metadata(field: msgspec.Raw) -> Metadata:
     if not field or len(bytes(field)) > _MAX_METADATA_BYTES:
-        return _Metadata()
+        return Metadata()
     try:
         return _decode_metadata(field)
     except (msgspec.DecodeError, RecursionError):
-        return _Metadata()
+        return Metadata()
 
 
 def _anthropic_session(user_id: object) -> object:
@@ -256,8 +293,9 @@ def _look(obj: Any, request: Any, *, with_task: bool) -> Stamp:
     return Stamp(
         session_id=found.session_id if found else None,
         parent_id=found.parent_id if found else None,
-        ends_session=found.ends_session if found else False,
+        ends_session=found.ends_session if found else ends_session(request.headers, _metadata(fields.metadata)),
         tools=fields.offers_tools(),
+        starts_agent=found is None and fields.starts_agent(),
         tail_tokens=0 if found else _tail_tokens(obj, request),
         task=task_payload(body) if with_task else None,
     )
@@ -267,7 +305,7 @@ def _look(obj: Any, request: Any, *, with_task: bool) -> Stamp:
 def _uses_tasks() -> bool:
     """Whether this engine's predictor, or its session log, wants to know about tasks."""
     config = BasinConfig.from_environment(os.environ)
-    return config is not None and (config.predictor != "seen" or getattr(config, "session_log", None) is not None)
+    return config is not None and (config.predictor != "seen" or config.session_log is not None)
 
 
 def _tail_tokens(obj: Any, request: Any) -> int:

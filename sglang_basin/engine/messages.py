@@ -33,12 +33,13 @@ class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
 
 
 class Left(msgspec.Struct, tag="left", array_like=True, frozen=True):
-    """The call of `room` has left decode, however it ended, with so many tokens of output; `final` if it answered
-    without calling one of the tools it was offered."""
+    """The call of `room` has left decode, however it ended, with so many tokens of output; `answered` if it came to its
+    end, `final` if it did so without calling one of the tools it was offered."""
 
     room: Room
     output_tokens: Tokens
     final: bool = False
+    answered: bool = False
 
 
 class Running(msgspec.Struct, tag="running", array_like=True, frozen=True):

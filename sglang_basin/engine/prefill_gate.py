@@ -20,7 +20,7 @@ from sglang_basin.engine.control import PrefillEnd
 from sglang_basin.engine.decision_log import KINDS, DecisionLog
 from sglang_basin.engine.door import door_for, predictor_for
 from sglang_basin.engine.figures import cache_figures, control_figures, door_figures
-from sglang_basin.engine.identity import stamp_of
+from sglang_basin.engine.identity import Stamp, stamp_of
 from sglang_basin.engine.metrics import (
     SHOW_EVERY_S,
     log,
@@ -31,13 +31,16 @@ from sglang_basin.engine.metrics import (
     show_prediction,
 )
 from sglang_basin.engine.priorities import PriorityClock
+from sglang_basin.engine.prompt_sessions import PromptSessions
 from sglang_basin.engine.requests import (
     AbortReq,
     CloseSessionReqInput,
     TokenizedGenerateReqInput,
     aborts,
     call_id,
+    failed,
     has_room,
+    peers,
 )
 from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.engine.turn import Turn
@@ -72,10 +75,12 @@ class PrefillGate:
         watch: EngineWatch | None = None,
         decision_log: DecisionLog | None = None,
         predictor: DeployedPredictor | None = None,
+        by_prompt: PromptSessions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`control` is None for a unified server, which has no decode instances; without a `watch` the budget stays
-        where it is. `predictor` is the door's, told here what requests say about their tasks."""
+        where it is. `predictor` is the door's, told here what requests say about their tasks. Without a `by_prompt`
+        calls that name no session pass."""
         self.door = door
         self.control = control
         self._answer = answer
@@ -83,6 +88,7 @@ class PrefillGate:
         self._view: EngineView | None = None  # what the watch saw last
         self._decision_log = decision_log
         self._predictor = predictor
+        self._by_prompt = by_prompt
         self._turn = Turn()
         self._clock = clock
         self._priorities = PriorityClock(clock)
@@ -90,7 +96,7 @@ class PrefillGate:
         self._inside: dict[str, str] = {}  # rid of a call inside SGLang -> its call id
         self._askers: dict[str, bytes] = {}  # held call's id -> the decode gate that waits for its verdict
         self._early: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # asked about before its own leg came
-        self._turned: OrderedDict[str, tuple[messages.Turned, float]] = OrderedDict()  # before decode has asked
+        self._verdicts: OrderedDict[str, tuple[messages.FromPrefill, float]] = OrderedDict()  # before decode has asked
         self._gates: dict[bytes, float] = {}  # every decode gate heard of -> when last
         self._dropped_rooms: list[int] = []
         self._changed = False  # something happened at the door since the last poll
@@ -113,7 +119,9 @@ class PrefillGate:
         predictor = predictor_for(config)
         door = door_for(config, scheduler.max_total_num_tokens, predictor)
         decisions = None if config.decision_log is None else DecisionLog(Path(config.decision_log))
-        return cls(door, control, scheduler_answer(scheduler), EngineWatch(scheduler), decisions, predictor)
+        by_prompt = PromptSessions(config.max_live_sessions, door.runs) if config.infer_sessions == "on" else None
+        answer = scheduler_answer(scheduler)
+        return cls(door, control, answer, EngineWatch(scheduler), decisions, predictor, by_prompt)
 
     def __repr__(self) -> str:
         rule = f"admission by {self.door.law.name} reservation" if self.door.settings.enabled else "admission off"
@@ -145,11 +153,13 @@ class PrefillGate:
 
     def left(self, request: Any) -> None:
         known = self._inside.pop(request.rid, None)
+        if self.control is None:
+            self._note_left(known or request.rid, answered=not failed(request))
         if known is None:
             return
         self._changed = True
         now_s = self._clock()
-        if _failed(request):
+        if failed(request):
             self.door.abandon(known, now_s)
             return
         if self._watch is not None:
@@ -199,11 +209,16 @@ class PrefillGate:
             request.priority = self._priorities.stamp(now_s)
             self._turn.go_on(request)  # no call that a router sends; SGLang has its own answer to it
             return
-        session_id = stamp.session_id
+        session_id = stamp.session_id if stamp.session_id is not None else self._infer(call, request, stamp)
         if session_id is not None and self._predictor is not None:
             self._predictor.describe(session_id, stamp.task)
         decision = self.door.call(
-            call, session_id, len(request.input_ids or ()), now_s, ends_session=stamp.ends_session
+            call,
+            session_id,
+            len(request.input_ids or ()),
+            now_s,
+            ends_session=stamp.ends_session,
+            parent_id=stamp.parent_id,
         )
         order_s = now_s if session_id is None else self.door.order(session_id, now_s)
         request.priority = self._priorities.stamp(order_s)
@@ -219,14 +234,26 @@ class PrefillGate:
             self._held[call] = request
             self._turn_away(decision, now_s)
         else:
-            self._enter(call, request, track=session_id is not None)
+            self._enter(call, request, now_s, track=session_id is not None)
 
-    def _enter(self, call: str, request: TokenizedGenerateReqInput, *, track: bool = True) -> None:
+    def _infer(self, call: str, request: TokenizedGenerateReqInput, stamp: Stamp) -> str | None:
+        """The session of a call that names none, unless it is the engine's own, such as a health check."""
+        if self._by_prompt is None or (self.control is not None and not peers(request)):
+            return None
+        return self._by_prompt.session_of(call, request, stamp)
+
+    def _enter(self, call: str, request: TokenizedGenerateReqInput, now_s: float, *, track: bool = True) -> None:
         if track:
             self._inside[request.rid] = call
         if (asker := self._askers.pop(call, None)) is not None:
             self._send(asker, messages.Enter(int(call), request.priority))
+        elif not track and self.control is not None:
+            _remember(self._verdicts, call, (messages.Enter(int(call), request.priority), now_s))
         self._turn.go_on(request)
+
+    def _note_left(self, call: str, *, answered: bool) -> None:
+        if self._by_prompt is not None:
+            self._by_prompt.left(call, self.door.session_of(call), answered=answered)
 
     def _abort(self, abort: Any, now_s: float) -> None:
         for call, request in [item for item in self._held.items() if aborts(abort, item[1].rid)]:
@@ -242,7 +269,7 @@ class PrefillGate:
             self._note(outcome, request, stamp_of(request).session_id)
         if isinstance(outcome, Admit):
             metrics().door_wait.observe(outcome.waited_s)
-            self._enter(call, self._held.pop(call))
+            self._enter(call, self._held.pop(call), now_s)
         else:
             self._turn_away(outcome, now_s)
 
@@ -259,7 +286,7 @@ class PrefillGate:
         verdict = messages.Turned(int(call), reason, retry_after_s)
         if (asker := self._askers.pop(call, None)) is not None:
             self._send(asker, verdict)
-        _remember(self._turned, call, (verdict, now_s))
+        _remember(self._verdicts, call, (verdict, now_s))
 
     def _forget_held(self, call: str) -> TokenizedGenerateReqInput | None:
         request = self._held.pop(call, None)
@@ -287,8 +314,8 @@ class PrefillGate:
             self._send(peer, messages.Wait(room))
         elif (session_id := self.door.session_of(call)) is not None:
             self._send(peer, messages.Enter(room, self._priorities.stamp(self.door.order(session_id, now_s))))
-        elif (turned := self._turned.get(call)) is not None:
-            self._send(peer, turned[0])
+        elif (verdict := self._verdicts.get(call)) is not None:
+            self._send(peer, verdict[0])
         else:
             _remember(self._early, call, (peer, now_s))
 
@@ -301,12 +328,15 @@ class PrefillGate:
             drop(self._answer, request)
             self.door.abandon(call, now_s)
         else:
+            self._note_left(call, answered=message.answered)
             self.door.finish(call, message.output_tokens, now_s, final=message.final)
 
     def _tell_ended(self) -> None:
         sessions = self.door.take_ended()
         for session in sessions:
             show_prediction(session)
+            if self._by_prompt is not None:
+                self._by_prompt.ended(session.session_id)
         ended = [session.session_id for session in sessions]
         for start in range(0, len(ended), 64):
             for gate in list(self._gates):
@@ -335,7 +365,7 @@ class PrefillGate:
         show_door(self.door.state())
         if self.control is not None:
             show_control(self._control_figures(self.control.address, now_s))
-        for kept in (self._early, self._turned):
+        for kept in (self._early, self._verdicts):
             while kept and now_s - next(iter(kept.values()))[1] > REMEMBER_FOR_S:
                 kept.popitem(last=False)
 
@@ -352,11 +382,3 @@ def _remember(kept: OrderedDict[str, T], call: str, what: T) -> None:
     kept[call] = what
     if len(kept) > MAX_REMEMBERED:
         kept.popitem(last=False)
-
-
-def _failed(request: Any) -> bool:
-    """Whether a request that left prefill was aborted or failed, rather than handed over to decode."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    reason = getattr(request, "finished_reason", None)
-    return reason is None or isinstance(reason, FINISH_ABORT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -9,7 +11,16 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 
-__all__ = ["AbortReq", "CloseSessionReqInput", "TokenizedGenerateReqInput", "aborts", "call_id", "has_room", "peers"]
+__all__ = [
+    "AbortReq",
+    "CloseSessionReqInput",
+    "TokenizedGenerateReqInput",
+    "aborts",
+    "call_id",
+    "failed",
+    "has_room",
+    "peers",
+]
 
 MAX_ROOM = 2**63 - 1
 """The routers' largest bootstrap room. A client that talks to an engine itself may send anything."""
@@ -34,3 +45,11 @@ def peers(request: TokenizedGenerateReqInput) -> bool:
 def aborts(abort: AbortReq, rid: str) -> bool:
     """Whether `abort` means the request `rid`, by SGLang's own rule (a prefix, so that batches go together)."""
     return abort.abort_all or rid.startswith(abort.rid)
+
+
+def failed(request: Any) -> bool:
+    """Whether a request that has left SGLang was aborted or failed, rather than handed over or answered to its end."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    reason = getattr(request, "finished_reason", None)
+    return reason is None or isinstance(reason, FINISH_ABORT)

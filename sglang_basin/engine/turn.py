@@ -8,7 +8,6 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput
 
-from sglang_basin.engine.identity import stamp_of
 from sglang_basin.engine.metrics import fault
 
 
@@ -29,13 +28,11 @@ class Turn:
 
     def judge_all(self, judge: Callable[[Any], None]) -> None:
         """Give each request to `judge`, which lets it go on, holds it or answers it. Should it raise, the request goes
-        on as in stock SGLang. Batches in which any call names a session come one call at a time."""
+        on as in stock SGLang. Batches come one call at a time, which is how SGLang takes them itself."""
         while self._to_judge:
             request = self._to_judge.popleft()
             try:
-                if isinstance(request, BatchTokenizedGenerateReqInput) and any(
-                    stamp_of(call).session_id is not None for call in request
-                ):
+                if isinstance(request, BatchTokenizedGenerateReqInput):
                     self._to_judge.extendleft(reversed(request.batch))
                 else:
                     judge(request)

@@ -18,6 +18,8 @@ class Reason(Enum):
     ADMISSION_OFF = "admission_off"
     LIVE_SESSION = "live_session"
     """A further call of a session that has entered; such calls never queue at the door."""
+    CHILD = "child"
+    """A live session has started this one and waits for it."""
     BELOW_BUDGET = "below_budget"
     """Admission is off: the reservations do not exceed the budget."""
     FITS = "fits"

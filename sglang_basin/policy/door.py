@@ -2,7 +2,9 @@
 
 Rules (DESIGN, section 2), each held by a test in `tests/policy`:
 
-1. A call of a session that has entered passes at once, whatever the working set.
+1. A call of a session that has entered passes at once, whatever the working set. So does the first call of a session
+   that a live one has started and waits for: at the door it would wait for room that its parent holds. While it is
+   active its parent is not idle.
 2. Below the budget admission is off and every session enters, the one that crosses it included. From there on it is
    armed, until nobody waits and the reservations are well below the budget again.
 3. Armed, a new session enters when nobody waits who goes before it and its reservation fits the rest of the budget.
@@ -49,6 +51,10 @@ RETRY_AFTER_S = 30.0
 
 DISARM_SHARE = 0.9
 """Admission arms once the reservations are over the budget and disarms below this share of it, with nobody waiting."""
+
+
+MAX_GENERATIONS = 8
+"""How far up activity is passed on; clients name parents as they like, in circles even."""
 
 
 class Order(Protocol):
@@ -168,9 +174,11 @@ class Door:
         now_s: float,
         *,
         ends_session: bool = False,
+        parent_id: str | None = None,
     ) -> Decision:
         """A call arrived. `call_id` is unique among unfinished calls, the same for both legs; a known one gets its
-        present state. `prompt_tokens` counts the whole prompt, cached or not.
+        present state. `prompt_tokens` counts the whole prompt, cached or not. `parent_id` names the session that
+        started this one.
         """
         now_s = self._advance(now_s)
         known = self._calls.get(call_id)
@@ -182,7 +190,7 @@ class Door:
         session = self._live.get(session_id) or self._waiting.get(session_id)
         is_new = session is None
         if session is None:
-            session = Session(session_id, now_s, prompt_tokens, now_s, first_tokens=prompt_tokens)
+            session = Session(session_id, now_s, prompt_tokens, now_s, first_tokens=prompt_tokens, parent_id=parent_id)
         session.calls_seen += 1
         self._set_context(session, session.context_with(prompt_tokens))
         if is_new:
@@ -369,6 +377,11 @@ class Door:
         yield from self._live.values()
         yield from self._waiting.values()
 
+    def runs(self, session_id: str) -> bool:
+        """Whether a call of the session is held or under way."""
+        session = self._live.get(session_id) or self._waiting.get(session_id)
+        return session is not None and bool(session.calls)
+
     def session_of(self, call_id: str) -> str | None:
         """The session of a call that is held or runs; None for one that is over or was never brought here."""
         call = self._calls.get(call_id)
@@ -416,6 +429,8 @@ class Door:
     def _may_enter(self, session: Session) -> Reason:
         if not self.settings.enabled:
             return Reason.ADMISSION_OFF
+        if session.parent_id in self._live:
+            return Reason.CHILD
         head = self._head()
         if head is not None and head.priority <= session.priority:
             return Reason.BEHIND_QUEUE
@@ -607,8 +622,14 @@ class Door:
             self._end(next(iter(self._live.values())), completed=False)
 
     def _touch(self, session: Session, now_s: float) -> None:
-        session.last_active_s = now_s
-        self._live.move_to_end(session.session_id)
+        """The session is active, and with it those that wait for it."""
+        active: Session | None = session
+        for _ in range(MAX_GENERATIONS):
+            if active is None:
+                return
+            active.last_active_s = now_s
+            self._live.move_to_end(active.session_id)
+            active = self._live.get(active.parent_id) if active.parent_id is not None else None
 
     def _advance(self, now_s: float) -> float:
         self._now_s = max(self._now_s, now_s)

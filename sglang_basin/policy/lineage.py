@@ -1,19 +1,26 @@
 """Whose call is it, when its client names no session: the session whose last context the prompt extends.
 
 An agent resends its whole conversation with each call, so the prompts themselves tell sessions apart. The rule, with
-the longest context winning throughout (`Standing` says what a session is doing):
+the longest context winning throughout (`Standing` is what a session is doing):
 
 1. A prompt that *extends* a session's last one is that session's next call. Of several such sessions one that has
    been answered goes first: only an answered client has something to add.
 2. A prompt that *equals* a session's last one is a second try, if the first was never answered: turned away, aborted,
-   failed. It is so too while the first still runs, if it was not the session's first call, for a client that has timed
-   out comes back before its abort is noticed. Otherwise it is a twin, a session of its own: side by side rollouts of
-   one task start with the very same prompt, some of them while others are already answered.
+   failed. It is so too while the first still runs, for a client that has timed out comes back before its abort is
+   noticed; but not if it was the session's first call, nor if an answered session is extended. Otherwise it is a twin,
+   a session of its own: side by side rollouts of one task start with the very same prompt, some of them while others
+   are already answered.
 3. A prompt that extends a session's *first* one but not its last is that session with its history rewritten (chat
    templates strip old reasoning once the user writes again; clients edit and undo), if no call of it runs. If one
    does, the prompt is a fork that runs beside it: a session of its own.
-4. Any other prompt starts a new session. So does a client that compacts its context, for a summary in place of the
-   first message leaves nothing to know it by; the session before the summary ends by time.
+4. Any other prompt starts a new conversation. So does a client that compacts its context, for a summary in place of
+   the first message leaves nothing to know it by; the session before the summary ends by time.
+
+Whether a new conversation is an agent's session is another question. Most prompts without a name may be single ones,
+each of which would hold room at the door until it ends by time. So a conversation is a session from its first call on
+only where the request itself says that there will be more (`sure`); else from its second call on, the first that
+extends another. A client whose prompts change from their start with every call, for the time of day say, is thus never
+held, and gains nothing from a cache either.
 
 A prompt ends for this purpose where the template's opening of the answer may change once it is history
 (`engine.openings`): everything up to the end of the last message must survive, so a task never continues another task
@@ -33,12 +40,19 @@ from typing import NamedTuple, Protocol
 
 CELL_TOKENS = 64
 
+Runs = Callable[[str], bool]
+"""Whether a call of this session is under way or waits at the door."""
+
+MAX_LOOSE = 20_000
+"""So many conversations are known that are no session: not yet, or no longer. One that has ended and calls again begins
+anew, but under its old name, from which `policy.idle` learns that it was given up too early."""
+
 MIN_TOKENS = 32
 """Shorter prompts belong to nobody: half the world extends them, and they hold nothing worth guarding."""
 
 
 class Standing(Enum):
-    """What a session is doing, as far as inference cares."""
+    """What a session is doing, as far as its prompts' owners are in question."""
 
     RUNNING = "running"
     """A call of it is under way or waits at the door."""
@@ -72,25 +86,41 @@ class _End(NamedTuple):
     """The fingerprint at the start of the cell that it ends in."""
 
 
-class _Thread:
-    """One session's first and last prompt."""
+class Placement(NamedTuple):
+    """Where a call belongs."""
 
-    __slots__ = ("first", "last", "session_id")
+    session_id: str
+    is_session: bool
+    """False for a conversation of which more must come before it counts as a session."""
+
+
+class _Thread:
+    """One conversation's first and last prompt, and whether the last one has its answer."""
+
+    __slots__ = ("answered", "first", "last", "session_id")
 
     def __init__(self, session_id: str, end: _End) -> None:
         self.session_id = session_id
         self.first = self.last = end
+        self.answered = False
+
+    def standing(self, runs: Runs) -> Standing:
+        if runs(self.session_id):
+            return Standing.RUNNING
+        return Standing.ANSWERED if self.answered else Standing.OPEN
 
 
 class Lineage:
-    """The inferred sessions of one prefill instance. Not thread-safe; about 750 bytes a session."""
+    """The inferred sessions of one prefill instance. Not thread-safe; about 750 bytes a conversation."""
 
     def __init__(self, *, max_sessions: int, prefix: str) -> None:
-        """Session ids are `prefix` and a number. Over `max_sessions` the one without a call for longest is
-        forgotten."""
+        """Session ids are `prefix` and a number. Of more than `max_sessions` sessions the one without a call for
+        longest is forgotten."""
         self._max_sessions = max_sessions
         self._prefix = prefix
-        self._threads: OrderedDict[str, _Thread] = OrderedDict()  # longest without a call first
+        self._threads: dict[str, _Thread] = {}
+        self._sessions: OrderedDict[str, None] = OrderedDict()  # longest without a call first, as are the loose ones
+        self._loose: OrderedDict[str, None] = OrderedDict()
         self._at: dict[int, tuple[_Thread, ...]] = {}  # by the fingerprints of their first and last prompts
         self._cells: dict[int, int] = {}  # fingerprint at a cell's start -> how many ends lie in the cell
         self._started = 0
@@ -98,36 +128,62 @@ class Lineage:
     def __len__(self) -> int:
         return len(self._threads)
 
-    def place(self, prompt: Prompt, standing: Callable[[str], Standing]) -> str | None:
-        """The session that a call with this prompt belongs to, a new one if need be; the prompt is now its last.
+    def place(self, prompt: Prompt, runs: Runs, *, sure: bool = True) -> Placement | None:
+        """Where a call with this prompt belongs; the prompt is the last of its conversation from now on.
 
-        None for a prompt below `MIN_TOKENS`. `standing` is asked about sessions that were not forgotten.
+        `sure` says that a conversation that begins with this call will go on. `runs` is asked about conversations that
+        were not forgotten. None for a prompt below `MIN_TOKENS`.
         """
         if prompt.tokens < MIN_TOKENS:
             return None
         cell, offset = divmod(prompt.tokens, CELL_TOKENS)
         end = _End(prompt.tokens, prompt.within(cell)[offset], prompt.cells[cell])
-        thread = self._find(prompt, standing)
+        thread = self._find(prompt, runs)
         if thread is None:
             self._started += 1
             thread = _Thread(f"{self._prefix}{self._started}", end)
             self._threads[thread.session_id] = thread
             self._add(thread, end)
-            if len(self._threads) > self._max_sessions:
-                self.forget(next(iter(self._threads)))
+            is_session = sure
         else:
-            self._threads.move_to_end(thread.session_id)
+            is_session = sure or thread.session_id in self._sessions or thread.last != end
             self._set_last(thread, end)
-        return thread.session_id
+            thread.answered = False
+        self._file(thread.session_id, is_session)
+        return Placement(thread.session_id, is_session)
+
+    def answered(self, session_id: str) -> None:
+        """A call of the conversation was answered to its end; unknown ones are passed over."""
+        if (thread := self._threads.get(session_id)) is not None:
+            thread.answered = True
+
+    def ended(self, session_id: str) -> None:
+        """The session has ended; unknown ones are passed over."""
+        if session_id in self._threads:
+            self._file(session_id, is_session=False)
 
     def forget(self, session_id: str) -> None:
-        """The session has ended; unknown ones are passed over."""
+        """Know nothing of the conversation any more; unknown ones are passed over."""
         thread = self._threads.pop(session_id, None)
         if thread is not None:
+            self._sessions.pop(session_id, None)
+            self._loose.pop(session_id, None)
             for end in {thread.first, thread.last}:
                 self._remove(thread, end)
 
-    def _find(self, prompt: Prompt, standing: Callable[[str], Standing]) -> _Thread | None:
+    def _file(self, session_id: str, is_session: bool) -> None:
+        """Put a conversation where it belongs, as the one heard of last."""
+        kept, others, most = (self._sessions, self._loose, self._max_sessions)
+        if not is_session:
+            kept, others, most = (self._loose, self._sessions, MAX_LOOSE)
+        others.pop(session_id, None)
+        kept[session_id] = None
+        kept.move_to_end(session_id)
+        if len(kept) > most:
+            self.forget(next(iter(kept)))
+
+    def _find(self, prompt: Prompt, runs: Runs) -> _Thread | None:
+        tried_again: _Thread | None = None
         for cell in [number for number, start in enumerate(prompt.cells) if start in self._cells][::-1]:
             fingerprints = prompt.within(cell)
             for offset in range(len(fingerprints) - 1, -1, -1):
@@ -135,10 +191,14 @@ class Lineage:
                 if threads is None:
                     continue
                 tokens = cell * CELL_TOKENS + offset
-                choose = _to_try_again if tokens == prompt.tokens else _to_go_on
-                if (found := choose(threads, tokens, standing)) is not None:
-                    return found
-        return None
+                if tokens == prompt.tokens:
+                    tried_again, is_open = _equal(threads, tokens, runs)
+                    if is_open:
+                        return tried_again
+                elif (found := _extended(threads, tokens, runs)) is not None:
+                    thread, was_answered = found
+                    return thread if was_answered or tried_again is None else tried_again
+        return tried_again
 
     def _set_last(self, thread: _Thread, end: _End) -> None:
         before, thread.last = thread.last, end
@@ -163,31 +223,33 @@ class Lineage:
             self._cells[end.cell] -= 1
 
 
-def _to_try_again(threads: Sequence[_Thread], tokens: int, standing: Callable[[str], Standing]) -> _Thread | None:
-    """Rule 2: the session whose last prompt, `tokens` long and equal to the one in question, is tried again."""
+def _equal(threads: Sequence[_Thread], tokens: int, runs: Runs) -> tuple[_Thread | None, bool]:
+    """The session whose last prompt, `tokens` long and equal to the one in question, is tried again, if any; and
+    whether it is open for that, or still runs."""
     running = None
     for thread in threads:
         if thread.last.tokens != tokens:
             continue
-        state = standing(thread.session_id)
-        if state is Standing.OPEN:
-            return thread
-        if state is Standing.RUNNING and thread.first.tokens < tokens:
+        standing = thread.standing(runs)
+        if standing is Standing.OPEN:
+            return thread, True
+        if standing is Standing.RUNNING and thread.first.tokens < tokens:
             running = thread
-    return running
+    return running, False
 
 
-def _to_go_on(threads: Sequence[_Thread], tokens: int, standing: Callable[[str], Standing]) -> _Thread | None:
-    """Rules 1 and 3: the session whose last or first prompt, `tokens` long, the one in question extends."""
+def _extended(threads: Sequence[_Thread], tokens: int, runs: Runs) -> tuple[_Thread, bool] | None:
+    """The session whose last prompt, or else whose first one, `tokens` long, the one in question extends; and whether
+    it extends the last one, and that was answered."""
     best: tuple[int, _Thread] | None = None
     for thread in threads:
-        state = standing(thread.session_id)
+        standing = thread.standing(runs)
         if thread.last.tokens == tokens:
-            rank = {Standing.ANSWERED: 0, Standing.OPEN: 1, Standing.RUNNING: 2}[state]
-        elif thread.first.tokens == tokens and state is not Standing.RUNNING:
+            rank = [Standing.ANSWERED, Standing.OPEN, Standing.RUNNING].index(standing)
+        elif thread.first.tokens == tokens and standing is not Standing.RUNNING:
             rank = 3
         else:
             continue
         if best is None or rank < best[0]:
             best = rank, thread
-    return None if best is None else best[1]
+    return None if best is None else (best[1], best[0] == 0)

@@ -58,9 +58,12 @@ class RecordedDoor:
         now_s: float,
         *,
         ends_session: bool = False,
+        parent_id: str | None = None,
     ) -> Decision:
-        answer = self.door.call(call_id, session_id, prompt_tokens, now_s, ends_session=ends_session)
-        self._note("call", (call_id, session_id, prompt_tokens, now_s, ends_session), answer)
+        answer = self.door.call(
+            call_id, session_id, prompt_tokens, now_s, ends_session=ends_session, parent_id=parent_id
+        )
+        self._note("call", (call_id, session_id, prompt_tokens, now_s, ends_session, parent_id), answer)
         return answer
 
     def prefilled(self, call_id: str, now_s: float, *, cached_tokens: int | None = None) -> None:
@@ -102,6 +105,9 @@ class RecordedDoor:
 
     def state(self) -> DoorState:
         return self.door.state()
+
+    def runs(self, session_id: str) -> bool:
+        return self.door.runs(session_id)
 
     def session_of(self, call_id: str) -> str | None:
         return self.door.session_of(call_id)
@@ -150,8 +156,15 @@ def replay(lines: Iterable[str], door: Door) -> Iterator[Difference]:
 
 def _tell(door: Door, what: str, told: list[Any]) -> Any:
     if what == "call":
-        call_id, session_id, prompt_tokens, now_s, ends_session = told
-        return door.call(call_id, session_id, prompt_tokens, now_s, ends_session=ends_session)
+        call_id, session_id, prompt_tokens, now_s, ends_session, *parent = told  # older recordings have no parents
+        return door.call(
+            call_id,
+            session_id,
+            prompt_tokens,
+            now_s,
+            ends_session=ends_session,
+            parent_id=parent[0] if parent else None,
+        )
     if what == "prefilled":
         call_id, now_s, *found = told  # older recordings do not say what was found cached
         door.prefilled(call_id, now_s, cached_tokens=found[0] if found else None)

@@ -41,6 +41,8 @@ class Session:
     context_tokens: int
     """The current context: the latest prompt, and its output once that is known."""
     last_active_s: float
+    parent_id: str | None = None
+    """The session that started this one and waits for it."""
     live: bool = False
     """It has entered; False while it waits at the door."""
     priority: float = 0.0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_basin.engine.fingerprints import Fingerprints
-from sglang_basin.policy.lineage import CELL_TOKENS, Lineage, Standing
+from sglang_basin.policy.lineage import CELL_TOKENS, Lineage
 
 LENGTHS = st.integers(0, 4 * CELL_TOKENS)
 
@@ -67,8 +67,10 @@ def test_two_thousand_sessions_over_a_long_system_prompt_are_told_apart() -> Non
     fingerprints, lineage = Fingerprints(), Lineage(max_sessions=10_000, prefix="s")
     system = array("q", [13 * number % 100_003 for number in range(13_000)])
 
-    def place(context: array) -> str | None:
-        return lineage.place(fingerprints.of(context), lambda known: Standing.ANSWERED)
+    def place(context: array) -> str:
+        placed = lineage.place(fingerprints.of(context), lambda known: False)
+        assert placed is not None
+        return placed.session_id
 
     tasks = [system + array("q", [number // 50, number % 50, 3]) for number in range(2_000)]
     sessions = [place(task) for task in tasks]

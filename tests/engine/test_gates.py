@@ -5,6 +5,7 @@ The requests are SGLang's own message types; the scheduler is not there, so answ
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import time
 from array import array
@@ -12,10 +13,12 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput, TokenizedGenerateReqInput
 from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_basin.config import ConfigError
@@ -25,9 +28,10 @@ from sglang_basin.engine.control import ControlError, DecodeEnd, PrefillEnd, add
 from sglang_basin.engine.decode_gate import DecodeGate
 from sglang_basin.engine.door import recording
 from sglang_basin.engine.finals import FinalAnswers
-from sglang_basin.engine.identity import ACTION_TYPE
+from sglang_basin.engine.identity import ACTION_TYPE, Stamp
 from sglang_basin.engine.metrics import metrics
 from sglang_basin.engine.prefill_gate import REMEMBER_FOR_S, PrefillGate
+from sglang_basin.engine.prompt_sessions import PromptSessions
 from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
@@ -52,7 +56,9 @@ class Clock:
 class Pair:
     """A prefill and a decode gate with a real channel between them."""
 
-    def __init__(self, max_queued: int | None = None) -> None:
+    def __init__(
+        self, max_queued: int | None = None, *, prefill_infers: bool = False, decode_asks: bool = False
+    ) -> None:
         self.clock = Clock()
         self.answers: dict[str, list[tuple[str, int | None]]] = {"prefill": [], "decode": []}
         with socket.socket() as probe:
@@ -64,7 +70,8 @@ class Pair:
             law=CurrentContext(),
             budget=Budget(BudgetSettings(fixed_tokens=100), capacity_tokens=1),
         )
-        self.prefill = PrefillGate(door, self.channel, self._answer("prefill"), clock=self.clock)
+        by_prompt = PromptSessions(100, door.runs) if prefill_infers else None
+        self.prefill = PrefillGate(door, self.channel, self._answer("prefill"), by_prompt=by_prompt, clock=self.clock)
         self.decode = DecodeGate(
             DecodeEnd(),
             self._answer("decode"),
@@ -73,6 +80,7 @@ class Pair:
             idle_timeout_s=60,
             max_sessions=100,
             finals=FinalAnswers(None, None),
+            asks_unnamed=decode_asks,
             clock=self.clock,
         )
 
@@ -81,16 +89,25 @@ class Pair:
             (request.rid, None if reason is None else reason["status_code"])
         )
 
-    def call(self, session: str | None, room: int, tokens: int = 10, *, side: str = "d", ends: bool = False) -> Any:
-        hints = None
-        if session is not None:
-            payload = {"session_id": session, "ends_session": ends}
-            action = KvHintAction(action_id="a", action_type=ACTION_TYPE, action_version="1", payload=payload)
-            hints = KvHintsEnvelope(protocol_version="1", message_id="m", actions=[action])
+    def call(
+        self,
+        session: str | None,
+        room: int,
+        tokens: int = 10,
+        *,
+        side: str = "d",
+        ends: bool = False,
+        prompt: list[int] | None = None,
+        starts_agent: bool = False,
+    ) -> Any:
+        stamp = Stamp(session_id=session, ends_session=ends, starts_agent=starts_agent)
+        payload = msgspec.to_builtins(stamp)
+        action = KvHintAction(action_id="a", action_type=ACTION_TYPE, action_version="1", payload=payload)
+        hints = KvHintsEnvelope(protocol_version="1", message_id="m", actions=[action])
         return TokenizedGenerateReqInput(
             rid=f"{side}{room}",
             input_text="",
-            input_ids=array("q", range(tokens)),
+            input_ids=array("q", range(tokens) if prompt is None else prompt),
             input_embeds=None,
             mm_inputs=None,
             token_type_ids=None,
@@ -119,6 +136,29 @@ class Pair:
                 return prefill_out, decode_out
             assert time.monotonic() < deadline, f"nothing came: {prefill_out}, {decode_out}, {self.answers}"
             time.sleep(0.002)
+
+    def unnamed(self, room: int, prompt: list[int], *, starts_agent: bool = True) -> dict[str, list[Any]]:
+        """Both legs of a call that names no session."""
+        return {
+            "prefill": [self.call(None, room, side="p", prompt=prompt, starts_agent=starts_agent)],
+            "decode": [self.call(None, room, prompt=prompt, starts_agent=starts_agent)],
+        }
+
+    def pass_unnamed(self, room: int, prompt: list[int], *, starts_agent: bool = True) -> None:
+        """Such a call, which goes on at once on both sides and is answered with three tokens."""
+        legs = self.unnamed(room, prompt, starts_agent=starts_agent)
+        prefill_out, decode_out = self.until(lambda p, d: len(p) == len(d) == 1, **legs)
+        assert prefill_out[0].priority == decode_out[0].priority
+        self.leave(room, FINISH_LENGTH(3))
+
+    def leave(self, room: int, reason: Any) -> None:
+        """A call leaves prefill for decode, and decode for this reason."""
+        handed_over = SimpleNamespace(rid=f"p{room}", output_ids=[1], finished_reason=FINISH_LENGTH(1), cached_tokens=0)
+        self.prefill.left(handed_over)
+        self.decode.left(SimpleNamespace(rid=f"d{room}", output_ids=[1, 2, 3], finished_reason=reason))
+        by_prompt = self.prefill._by_prompt
+        assert by_prompt is not None
+        self.until(lambda p, d: self.prefill.door.session_of(str(room)) is None and str(room) not in by_prompt._single)
 
     def enter(self, session: str, room: int, tokens: int) -> None:
         legs = {"prefill": [self.call(session, room, tokens, side="p")], "decode": [self.call(session, room, tokens)]}
@@ -417,3 +457,126 @@ def test_decode_asks_again_after_its_connection_to_prefill_broke(pair: Pair) -> 
 
     pair.prefill.control = PrefillEnd(HOST, pair.port)
     pair.until(lambda p, d: rids(d) == ["d2"], prefill=[pair.call("a", 2, side="p")])
+
+
+# ---- Calls that name no session ------------------------------------------------------------------------------------
+
+SYSTEM = list(range(500, 560))
+"""A system prompt that the sessions below have in common."""
+
+
+@pytest.fixture
+def inferring() -> Iterator[Pair]:
+    pair = Pair(prefill_infers=True, decode_asks=True)
+    yield pair
+    pair.prefill.let_go()
+    pair.decode.let_go()
+
+
+def live(pair: Pair) -> tuple[int, int]:
+    """Sessions that have entered, and the total of their contexts."""
+    state = pair.prefill.door.state()
+    return state.live_sessions, state.working_set_tokens
+
+
+def test_an_unnamed_conversation_is_one_session(inferring: Pair) -> None:
+    inferring.pass_unnamed(1, [*SYSTEM, 1])
+    assert live(inferring) == (1, 64)
+    inferring.pass_unnamed(2, [*SYSTEM, 1, 2, 3, 4])
+    assert live(inferring) == (1, 67)
+
+
+def test_unnamed_sessions_with_one_system_prompt_are_several(inferring: Pair) -> None:
+    inferring.pass_unnamed(1, [*SYSTEM[:32], 1])
+    inferring.pass_unnamed(2, [*SYSTEM[:32], 2])
+    inferring.pass_unnamed(3, [*SYSTEM[:32], 1, 7])
+    assert live(inferring) == (2, 36 + 37)
+
+
+def test_single_calls_count_for_nothing_until_a_second_one_follows(inferring: Pair) -> None:
+    for room in range(1, 5):
+        inferring.pass_unnamed(room, [*SYSTEM, room], starts_agent=False)
+    assert live(inferring) == (0, 0)
+    inferring.pass_unnamed(5, [*SYSTEM, 2, 7, 7], starts_agent=False)
+    assert live(inferring) == (1, 66)
+
+
+def test_single_calls_pass_a_full_door_and_the_second_one_waits(inferring: Pair) -> None:
+    inferring.pass_unnamed(1, [*SYSTEM, 1], starts_agent=False)
+    inferring.enter("a", 2, 101)
+    inferring.pass_unnamed(3, [*SYSTEM, 3], starts_agent=False)
+    second = inferring.unnamed(4, [*SYSTEM, 1, 7], starts_agent=False)
+    prefill_out, decode_out = inferring.until(lambda p, d: inferring.prefill._askers != {}, **second)
+    assert prefill_out == decode_out == []
+
+
+def test_single_calls_side_by_side_with_the_same_prompt_are_told_apart(inferring: Pair) -> None:
+    for room in (1, 2):
+        legs = inferring.unnamed(room, [*SYSTEM, 1], starts_agent=False)
+        inferring.until(lambda p, d: len(p) == len(d) == 1, **legs)
+    for room in (1, 2):
+        inferring.leave(room, FINISH_LENGTH(3))
+    for room in (3, 4):
+        inferring.until(lambda p, d: len(p) == len(d) == 1, **inferring.unnamed(room, [*SYSTEM, 1, room]))
+    assert live(inferring)[0] == 2
+
+
+def test_an_unnamed_session_waits_at_the_door_like_any_other(inferring: Pair) -> None:
+    inferring.enter("a", 1, 101)
+    prefill_out, decode_out = inferring.until(
+        lambda p, d: inferring.prefill._askers != {}, **inferring.unnamed(2, [*SYSTEM, 1])
+    )
+    assert prefill_out == decode_out == []
+    ending = CloseSessionReqInput(session_id="a")
+    prefill_out, decode_out = inferring.until(lambda p, d: len(p) == 2 and len(d) == 1, prefill=[ending])
+    assert (rids(prefill_out[1:]), rids(decode_out)) == (["p2"], ["d2"])
+    assert live(inferring) == (1, 61)
+
+
+def test_an_unnamed_first_call_tried_again_finds_its_place_in_the_queue(inferring: Pair) -> None:
+    inferring.prefill.door.settings = dataclasses.replace(inferring.prefill.door.settings, ticket_grace_s=60.0)
+    inferring.enter("a", 1, 101)
+    for room, prompt in ((2, [*SYSTEM, 1]), (3, [*SYSTEM, 2])):
+        inferring.until(lambda p, d, n=room - 1: len(inferring.prefill._askers) == n, **inferring.unnamed(room, prompt))
+    leaves = {"prefill": [AbortReq(rid="p2")], "decode": [AbortReq(rid="d2")]}
+    inferring.until(lambda p, d: len(inferring.prefill._held) == 1, **leaves)
+    inferring.until(lambda p, d: len(inferring.prefill._held) == 2, **inferring.unnamed(4, [*SYSTEM, 1]))
+    assert inferring.prefill.door.state().queued_sessions == 2
+    ending = CloseSessionReqInput(session_id="a")
+    _, decode_out = inferring.until(lambda p, d: d, prefill=[ending])
+    assert rids(decode_out) == ["d4"]  # before room 3, which came while the client was away
+
+
+def test_an_aborted_answer_leaves_the_prompt_open_for_another_try(inferring: Pair) -> None:
+    inferring.until(lambda p, d: len(p) == len(d) == 1, **inferring.unnamed(1, SYSTEM[:40]))
+    inferring.leave(1, FINISH_ABORT("the client left"))
+    inferring.pass_unnamed(2, SYSTEM[:40])
+    assert live(inferring)[0] == 1
+    inferring.pass_unnamed(3, SYSTEM[:40])  # answered by now: a twin
+    assert live(inferring)[0] == 2
+
+
+@pytest.mark.parametrize("prefill_infers", [True, False])
+@pytest.mark.parametrize("decode_first", [True, False])
+def test_an_unnamed_call_without_a_session_passes_on_both_sides(prefill_infers: bool, decode_first: bool) -> None:
+    """One too short to tell passes without a question. Should the two sides be configured differently, prefill answers,
+    be its own leg still to come or gone on already."""
+    pair = Pair(prefill_infers=prefill_infers, decode_asks=True)
+    try:
+        legs = pair.unnamed(1, SYSTEM[:20] if prefill_infers else SYSTEM)
+        first, second = ("decode", "prefill") if decode_first else ("prefill", "decode")
+        before = pair.until(lambda p, d: True, **{first: legs[first]})
+        after = pair.until(lambda p, d: len(before[0] + p) == len(before[1] + d) == 1, **{second: legs[second]})
+        assert (rids(before[0] + after[0]), rids(before[1] + after[1])) == (["p1"], ["d1"])
+        assert live(pair) == (0, 0)
+    finally:
+        pair.prefill.let_go()
+        pair.decode.let_go()
+
+
+def test_a_prompt_that_cannot_be_fingerprinted_passes_and_is_counted(inferring: Pair) -> None:
+    before = metrics().faults.labels("inference")._value.get()
+    odd = inferring.call(None, 1, side="p")
+    odd.input_ids = ["not", "tokens"] * 40
+    assert rids(inferring.prefill.pass_on([odd])) == ["p1"]
+    assert metrics().faults.labels("inference")._value.get() == before + 1

@@ -186,6 +186,35 @@ def test_whether_tools_are_offered(sent: dict[str, Any], offered: bool) -> None:
     assert read_fields(json.dumps(sent, indent=2).encode()).offers_tools() is offered
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+CALLED = [*ASKED, {"role": "assistant", "content": "", "tool_calls": []}, {"role": "tool", "content": "r"}]
+
+
+@pytest.mark.parametrize(
+    ("sent", "starts"),
+    [
+        ({"messages": ASKED, "tools": TOOLS}, True),
+        ({"messages": ASKED, "tools": TOOLS, "tool_choice": "auto"}, True),
+        ({"messages": ASKED, "tools": TOOLS, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, True),
+        ({"input": "q", "tools": TOOLS}, True),
+        ({"input": [{"type": "message", "role": "user", "content": "q"}], "tools": TOOLS}, True),
+        ({"messages": CALLED, "tools": TOOLS}, False),
+        ({"input": [{"role": "user", "content": "q"}, {"type": "function_call", "name": "f"}], "tools": TOOLS}, False),
+        ({"input": "q", "tools": TOOLS, "previous_response_id": "r1"}, False),
+        ({"messages": ASKED, "tools": TOOLS, "tool_choice": "required"}, False),
+        ({"messages": ASKED, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, False),
+        ({"messages": ASKED}, False),
+        ({"messages": ASKED, "tools": []}, False),
+        ({"messages": {"odd": 1}, "tools": TOOLS}, True),
+        ({"messages": ["odd"], "tools": TOOLS}, True),
+        ({"input_ids": [1, 2]}, False),
+    ],
+)
+def test_what_looks_like_an_agents_first_call(sent: dict[str, Any], starts: bool) -> None:
+    assert read_fields(json.dumps(sent).encode()).starts_agent() is starts
+
+
 MANAGER = SimpleNamespace(disaggregation_mode=SimpleNamespace(value="prefill"))
 
 
@@ -227,7 +256,9 @@ def test_the_task_travels_to_where_a_predictor_reads_it(
 
 
 def test_a_call_without_a_name_is_stamped_too() -> None:
-    assert stamp_of(through_the_http_process(body(tools=[{"name": "f"}]))) == Stamp(tools=True)
+    assert stamp_of(through_the_http_process(body(tools=[{"name": "f"}]))) == Stamp(tools=True, starts_agent=True)
+    last = through_the_http_process(body(metadata={"basin_session_end": "true"}))
+    assert stamp_of(last) == Stamp(ends_session=True)
 
 
 @pytest.mark.parametrize("named", [True, False])

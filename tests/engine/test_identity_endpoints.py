@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
 from typing import Any
 
 import pytest
 import requests
-from calls import close, new_session, prompt
+from calls import FULL, close, generate, new_session, prompt
 from stack import Stack
 
 pytestmark = pytest.mark.stack
@@ -100,3 +101,89 @@ def test_a_stamp_that_the_client_makes_itself_counts_for_nothing(empty: Stack) -
     assert requests.post(empty.url + "/generate", json=unnamed, timeout=60).ok
     assert requests.post(empty.prefill_url + "/generate", json={**unnamed, **alone()}, timeout=60).ok
     assert empty.metric("prefill", "basin_live_sessions") == 0
+
+
+# ---- Clients that send nothing -------------------------------------------------------------------------------------
+
+SYSTEM = "You are an agent that works on a computer. Look before you act, and say what you have seen. " * 2
+TOOLS = BODIES["/v1/chat/completions"]["tools"]
+
+
+class Agent:
+    """A chat client that says nothing about sessions, but for the end of its last call so that tests are short."""
+
+    def __init__(self, stack: Stack, task: str, *, tools: bool = True) -> None:
+        self._stack = stack
+        self._tools = {"tools": TOOLS} if tools else {}
+        self._model = requests.get(stack.url + "/v1/models", timeout=20).json()["data"][0]["id"]
+        self._messages: list[dict[str, Any]] = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": task},
+        ]
+
+    def call(self, *, last: bool = False) -> None:
+        """One call; the model's answer and a tool's result, or a question of the user's, are added to the history."""
+        body = {"model": self._model, "messages": self._messages, "max_tokens": 5, "temperature": 0, **self._tools}
+        if last:
+            body["metadata"] = {"basin_session_end": "true"}
+        response = requests.post(self._stack.url + "/v1/chat/completions", json=body, timeout=60)
+        assert response.ok, response.text
+        answer = response.json()["choices"][0]["message"]["content"]
+        turn = len(self._messages)
+        if turn % 4 == 2:
+            call = {"id": f"call_{turn}", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+            self._messages += [
+                {"role": "assistant", "content": answer, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": call["id"], "content": f"Seen: {turn}"},
+            ]
+        else:
+            self._messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
+
+
+def inferred(stack: Stack) -> float:
+    return stack.metric("prefill", "basin_identity_total", source="prompt")
+
+
+def test_a_client_that_sends_nothing_is_one_session_over_many_turns(empty: Stack) -> None:
+    before = inferred(empty)
+    agent = Agent(empty, "task 1")
+    for _ in range(4):
+        agent.call()
+        empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 1, "one session is live", 5)
+    agent.call(last=True)
+    assert inferred(empty) == before + 5
+    empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 0, "it has ended", 5)
+
+
+def test_clients_side_by_side_with_one_system_prompt_are_as_many_sessions(empty: Stack) -> None:
+    """Two of them even start with the very same prompt at the same time."""
+    agents = [Agent(empty, task) for task in ("task 1", "task 12", "task 1")]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            list(pool.map(Agent.call, agents))
+            empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 3, "three sessions are live", 5)
+        list(pool.map(lambda agent: agent.call(last=True), agents))
+    empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 0, "all have ended", 5)
+
+
+def test_a_call_without_tools_is_a_session_once_a_second_one_follows(empty: Stack) -> None:
+    before = inferred(empty)
+    agent, single = Agent(empty, "task 4", tools=False), Agent(empty, "task 5", tools=False)
+    agent.call()
+    single.call()
+    assert inferred(empty) == before
+    agent.call()
+    assert inferred(empty) == before + 1
+    empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 1, "it is live", 5)
+    agent.call(last=True)
+
+
+def test_a_client_that_sends_nothing_waits_at_the_door_like_others(empty: Stack) -> None:
+    first = new_session()
+    assert generate(empty, first, prompt(FULL, 70)).ok
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(Agent(empty, "task 3").call, last=True)
+        empty.until(lambda: empty.metric("prefill", "basin_held_calls") == 1, "held on prefill")
+        empty.until(lambda: empty.metric("decode", "basin_held_calls") == 1, "held on decode")
+        close(empty, first)
+        waiting.result(timeout=20)

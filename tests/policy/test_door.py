@@ -46,6 +46,52 @@ def test_once_armed_a_session_must_fit_until_nobody_waits_and_the_budget_is_well
     assert isinstance(door.call("6", "f", 1, 3.0), Queue)
 
 
+def test_a_child_of_a_live_session_enters_at_once_others_wait() -> None:
+    """Its parent holds the room that it would wait for, until the child is done."""
+    door = make_door()
+    enter(door, "1", "parent", 101)
+    assert isinstance(door.call("2", "other", 10, 0.0), Queue)
+    assert isinstance(door.call("3", "orphan", 10, 0.0, parent_id="gone"), Queue)
+    assert door.call("4", "child", 10, 0.0, parent_id="parent") == Admit("4", Reason.CHILD)
+    assert door.call("5", "grandchild", 10, 0.0, parent_id="child") == Admit("5", Reason.CHILD)
+    assert door.state().working_set_tokens == 121
+    door.end("parent", 1.0)
+    assert isinstance(door.call("6", "late", 10, 1.0, parent_id="parent"), Queue)
+
+
+def test_a_session_is_not_idle_while_one_that_it_waits_for_is_active() -> None:
+    door = make_door()
+    enter(door, "1", "parent", 10)
+    door.finish("1", 1, 0.0)
+    door.call("2", "child", 10, 1.0, parent_id="parent")
+    door.finish("2", 1, 50.0)
+    door.poll(100.0)
+    assert door.take_ended() == []
+    door.poll(110.0)
+    assert sorted(session.session_id for session in door.take_ended()) == ["child", "parent"]
+
+
+def test_sessions_that_name_each_other_as_parents_end_like_others() -> None:
+    door = make_door()
+    for call_id, session_id, parent_id in (("1", "a", "b"), ("2", "b", "a"), ("3", "c", "c")):
+        door.call(call_id, session_id, 10, 0.0, parent_id=parent_id)
+        door.finish(call_id, 1, 0.0)
+    door.poll(60.0)
+    assert sorted(session.session_id for session in door.take_ended()) == ["a", "b", "c"]
+
+
+def test_a_session_runs_while_a_call_of_it_is_held_or_under_way() -> None:
+    door = make_door()
+    enter(door, "1", "a", 101)
+    door.call("2", "b", 10, 0.0)
+    assert [door.runs(session) for session in "abc"] == [True, True, False]
+    door.prefilled("1", 1.0)
+    door.abandon("2", 1.0)
+    assert [door.runs(session) for session in "abc"] == [True, False, False]
+    door.finish("1", 1, 2.0)
+    assert not door.runs("a")
+
+
 def test_a_later_small_session_does_not_pass_the_head() -> None:
     door = make_door()
     enter(door, "1", "a", 60)

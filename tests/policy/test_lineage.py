@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_basin.policy.lineage import CELL_TOKENS, MIN_TOKENS, Lineage, Standing
+from sglang_basin.policy.lineage import CELL_TOKENS, MIN_TOKENS, Lineage, Placement, Standing
 
 RUNNING, ANSWERED, OPEN = Standing.RUNNING, Standing.ANSWERED, Standing.OPEN
 SYSTEM = list(range(1000, 1100))
@@ -34,7 +35,7 @@ class Prefixes:
 
 
 class Client:
-    """A lineage and what each session is doing."""
+    """A lineage and what each session does."""
 
     def __init__(self, max_sessions: int = 1000) -> None:
         self.lineage = Lineage(max_sessions=max_sessions, prefix="s")
@@ -42,10 +43,22 @@ class Client:
 
     def call(self, token_ids: Sequence[int], then: Standing = ANSWERED) -> str:
         """A call with this prompt; its session does `then` from now on."""
-        session_id = self.lineage.place(Prefixes(token_ids), lambda known: self.standings[known])
-        assert session_id is not None
-        self.standings[session_id] = then
-        return session_id
+        placed = self.place(token_ids, then)
+        assert placed.is_session
+        return placed.session_id
+
+    def place(self, token_ids: Sequence[int], then: Standing = ANSWERED, *, sure: bool = True) -> Placement:
+        placed = self.lineage.place(Prefixes(token_ids), lambda known: self.standings[known] is RUNNING, sure=sure)
+        assert placed is not None
+        self.now(then, placed.session_id)
+        return placed
+
+    def now(self, standing: Standing, *session_ids: str) -> None:
+        """This is what these sessions are doing from now on."""
+        for session_id in session_ids:
+            self.standings[session_id] = standing
+            if standing is ANSWERED:
+                self.lineage.answered(session_id)
 
 
 def test_a_prompt_that_extends_a_context_is_the_sessions_next_call() -> None:
@@ -82,10 +95,10 @@ def test_twins_started_side_by_side_are_two_sessions_and_stay_two() -> None:
     prompt = [*SYSTEM, 1]
     twins = [client.call(prompt, then=RUNNING) for _ in range(8)]
     assert len(set(twins)) == 8
-    client.standings = dict.fromkeys(twins, ANSWERED)
+    client.now(ANSWERED, *twins)
     second = [client.call([*prompt, 20 + number], then=RUNNING) for number in range(8)]
     assert sorted(second) == sorted(twins)
-    client.standings = dict.fromkeys(twins, ANSWERED)
+    client.now(ANSWERED, *twins)
     assert [client.call([*prompt, 20 + number, 3]) for number in range(8)] == second
 
 
@@ -101,7 +114,7 @@ def test_the_next_call_goes_to_the_twin_that_was_answered() -> None:
     client = Client()
     one = client.call([*SYSTEM, 1], then=RUNNING)
     client.call([*SYSTEM, 1], then=RUNNING)
-    client.standings[one] = ANSWERED
+    client.now(ANSWERED, one)
     assert client.call([*SYSTEM, 1, 2]) == one
 
 
@@ -140,7 +153,7 @@ def test_a_fork_that_runs_beside_the_session_is_a_session_of_its_own() -> None:
     assert client.call([*SYSTEM, 1, 2], then=RUNNING) == first
     fork = client.call([*SYSTEM, 1, 3], then=RUNNING)
     assert fork != first
-    client.standings = {first: ANSWERED, fork: ANSWERED}
+    client.now(ANSWERED, first, fork)
     assert client.call([*SYSTEM, 1, 3, 4]) == fork
     assert client.call([*SYSTEM, 1, 2, 4]) == first
 
@@ -153,21 +166,64 @@ def test_a_compacted_context_is_a_new_session() -> None:
 
 
 def test_equal_answers_of_twins_do_not_swap_them() -> None:
-    """Greedy twins: the second's next prompt equals the first's last one, which was answered."""
-    client = Client()
-    one = client.call([*SYSTEM, 1], then=RUNNING)
-    other = client.call([*SYSTEM, 1], then=RUNNING)
-    client.standings[one] = ANSWERED
-    assert client.call([*SYSTEM, 1, 2]) == one
-    client.standings[other] = ANSWERED
-    assert client.call([*SYSTEM, 1, 2]) == other
+    """Greedy twins: the second's next prompt equals the first's last one, which was answered or still runs."""
+    for standing in (ANSWERED, RUNNING):
+        client = Client()
+        one = client.call([*SYSTEM, 1], then=RUNNING)
+        other = client.call([*SYSTEM, 1], then=RUNNING)
+        client.now(ANSWERED, one)
+        assert client.call([*SYSTEM, 1, 2], then=standing) == one
+        client.now(ANSWERED, other)
+        assert client.call([*SYSTEM, 1, 2], then=standing) == other
 
 
 def test_prompts_too_short_to_tell_anything_have_no_session() -> None:
     lineage = Lineage(max_sessions=10, prefix="s")
-    assert lineage.place(Prefixes(range(MIN_TOKENS - 1)), lambda known: OPEN) is None
-    assert lineage.place(Prefixes([]), lambda known: OPEN) is None
-    assert lineage.place(Prefixes(range(MIN_TOKENS)), lambda known: OPEN) == "s1"
+    assert lineage.place(Prefixes(range(MIN_TOKENS - 1)), lambda known: False) is None
+    assert lineage.place(Prefixes([]), lambda known: False) is None
+    assert lineage.place(Prefixes(range(MIN_TOKENS)), lambda known: False) == Placement("s1", True)
+
+
+def test_a_conversation_that_may_be_a_single_call_is_a_session_from_its_second_call_on() -> None:
+    client = Client()
+    placed = client.place([*SYSTEM, 1], sure=False)
+    assert not placed.is_session
+    assert client.place([*SYSTEM, 1, 2], sure=False) == Placement(placed.session_id, True)
+    assert client.place([*SYSTEM, 1, 2, 3], sure=False) == Placement(placed.session_id, True)
+    client.lineage.ended(placed.session_id)
+    assert client.place([*SYSTEM, 1, 2, 3, 4], sure=False) == Placement(placed.session_id, True)
+
+
+def test_a_single_call_tried_again_is_still_no_session() -> None:
+    client = Client()
+    placed = client.place([*SYSTEM, 1], then=OPEN, sure=False)
+    assert client.place([*SYSTEM, 1], then=OPEN, sure=False) == Placement(placed.session_id, False)
+    assert client.place([*SYSTEM, 1], then=OPEN) == Placement(placed.session_id, True)
+
+
+def test_twins_of_which_it_is_not_known_that_they_go_on_are_told_apart_too() -> None:
+    client = Client()
+    twins = [client.place([*SYSTEM, 1], then=RUNNING, sure=False).session_id for _ in range(4)]
+    client.now(ANSWERED, *twins)
+    later = [client.place([*SYSTEM, 1, number], then=RUNNING, sure=False) for number in range(4)]
+    assert sorted(placed.session_id for placed in later) == sorted(twins)
+    assert all(placed.is_session for placed in later)
+
+
+def test_a_client_whose_prompts_change_from_their_start_has_no_sessions() -> None:
+    client = Client()
+    placed = [client.place([clock, *SYSTEM, *range(clock)], sure=False) for clock in range(50)]
+    assert not any(one.is_session for one in placed)
+
+
+def test_single_calls_do_not_push_sessions_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_basin.policy.lineage.MAX_LOOSE", 5)
+    client = Client(max_sessions=2)
+    session = client.call([*SYSTEM, 1])
+    for task in range(100, 150):
+        client.place([*SYSTEM, task], sure=False)
+    assert len(client.lineage) == 6
+    assert client.call([*SYSTEM, 1, 2]) == session
 
 
 def test_over_the_bound_the_session_without_a_call_for_longest_is_forgotten() -> None:
@@ -180,15 +236,32 @@ def test_over_the_bound_the_session_without_a_call_for_longest_is_forgotten() ->
     assert client.call([*SYSTEM, 2, 2]) != two
 
 
+def test_an_ended_session_that_calls_again_has_its_old_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_basin.policy.lineage.MAX_LOOSE", 2)
+    client = Client()
+    sessions = [client.call([*SYSTEM, task]) for task in range(4)]
+    for session in sessions[:3]:
+        client.lineage.ended(session)
+    assert len(client.lineage) == 3  # the first that ended is one too many
+    assert client.call([*SYSTEM, 1, 1]) == sessions[1]
+    client.lineage.ended(sessions[3])
+    assert [client.call([*SYSTEM, task, 2]) == sessions[task] for task in range(4)] == [False, True, True, True]
+    assert client.call([*SYSTEM, 1, 1, 1]) == sessions[1]
+
+
 def test_a_forgotten_session_leaves_nothing_behind() -> None:
     client = Client()
     prompts = [[*SYSTEM, task, *range(200 * turn)] for task in range(20) for turn in range(3)]
     sessions = {client.call(prompt) for prompt in prompts}
-    for session in sessions:
+    for number, session in enumerate(sessions):
+        if number % 2:
+            client.lineage.ended(session)
         client.lineage.forget(session)
     client.lineage.forget("never heard of")
-    kept = [vars(client.lineage)[name] for name in ("_threads", "_at", "_cells")]
-    assert kept == [{}, {}, {}]
+    client.lineage.answered("never heard of")
+    client.lineage.ended("never heard of")
+    kept = [vars(client.lineage)[name] for name in ("_threads", "_at", "_cells", "_sessions", "_loose")]
+    assert kept == [{}, {}, {}, {}, {}]
 
 
 class Reference:
@@ -205,11 +278,9 @@ class Reference:
             return len(before) < len(prompt) and prompt[: len(before)] == before
 
         equal = {session for session, last in self.last.items() if last == prompt}
-        again = {session for session in equal if standings[session] is OPEN} or {
-            session for session in equal if standings[session] is RUNNING and self.first[session] != prompt
-        }
-        if again:
-            return again
+        if unanswered := {session for session in equal if standings[session] is OPEN}:
+            return unanswered
+        again = {session for session in equal if standings[session] is RUNNING and self.first[session] != prompt}
         ranked: dict[tuple[int, int], set[str]] = {}
         for session in self.last:
             if extends(self.last[session]):
@@ -217,7 +288,9 @@ class Reference:
                 ranked.setdefault((-len(self.last[session]), rank), set()).add(session)
             if extends(self.first[session]) and standings[session] is not RUNNING:
                 ranked.setdefault((-len(self.first[session]), 3), set()).add(session)
-        return ranked[min(ranked)] if ranked else set()
+        if not ranked or (again and min(ranked)[1] > 0):
+            return again
+        return ranked[min(ranked)]
 
 
 @settings(max_examples=300, deadline=None)
@@ -230,8 +303,9 @@ def test_places_calls_as_the_rules_say_whatever_the_prompts(data: st.DataObject)
     for _ in range(data.draw(st.integers(1, 25))):
         prompt = tuple(data.draw(tails))
         allowed = reference.place(prompt, standings)
-        placed = lineage.place(Prefixes(prompt), lambda known: standings[known])
-        assert placed is not None
+        placement = lineage.place(Prefixes(prompt), lambda known: standings[known] is RUNNING)
+        assert placement is not None
+        placed = placement.session_id
         if allowed:
             assert placed in allowed
         else:
@@ -239,6 +313,8 @@ def test_places_calls_as_the_rules_say_whatever_the_prompts(data: st.DataObject)
         reference.last[placed] = prompt
         reference.first.setdefault(placed, prompt)
         standings[placed] = data.draw(st.sampled_from(Standing))
+        if standings[placed] is ANSWERED:
+            lineage.answered(placed)
         if data.draw(st.integers(0, 9)) == 0:
             ended = data.draw(st.sampled_from(sorted(standings)))
             lineage.forget(ended)
@@ -263,7 +339,7 @@ def test_concurrent_sessions_are_told_apart_exactly(data: st.DataObject) -> None
             running.discard(conversation)
             session = ids[conversation]
             assert session is not None
-            client.standings[session] = ANSWERED
+            client.now(ANSWERED, session)
             contexts[conversation] += [next(words), next(words), 9]
             continue
         twin = tasks.count(tasks[conversation]) > 1

@@ -632,7 +632,8 @@ class Door:
             active = self._live.get(active.parent_id) if active.parent_id is not None else None
 
     def _advance(self, now_s: float) -> float:
-        self._now_s = max(self._now_s, now_s)
+        if now_s > self._now_s:
+            self._now_s = now_s
         return self._now_s
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sglang_basin.policy.sessions import Session
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """Tokens that a session counts for, and the variance (tokens²) of that count."""
 
     tokens: float

@@ -81,7 +81,8 @@ class Session:
         """The predicted peak's quantile, in tokens; never below the present context."""
         if self.prediction is None:
             return float(self.context_tokens)
-        return max(float(self.context_tokens), self.prediction.at(share))
+        peak_tokens = self.prediction.at(share)
+        return peak_tokens if peak_tokens > self.context_tokens else float(self.context_tokens)
 
     def growth_per_call(self) -> float | None:
         """Tokens that the context has grown per call so far; None until the second call."""

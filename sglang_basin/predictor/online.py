@@ -29,6 +29,11 @@ def stage(calls: int) -> int:
     return max(0, bisect.bisect_right(FIRST_CALLS, calls) - 1)
 
 
+def stage_begins(number: int) -> float:
+    """The call with which stage `number` begins; infinite beyond the last one."""
+    return FIRST_CALLS[number] if number < STAGES else math.inf
+
+
 class Averages:
     """Running mean log peak by key (a task's or an agent's fingerprint), the least recently seen forgotten first."""
 

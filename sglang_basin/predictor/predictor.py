@@ -15,7 +15,7 @@ from sglang_basin.policy.prediction import PeaksSeen, Prediction
 from sglang_basin.policy.sessions import Session
 from sglang_basin.predictor.features import History
 from sglang_basin.predictor.model import Guess, PeakModel, Subject
-from sglang_basin.predictor.online import stage
+from sglang_basin.predictor.online import stage_begins
 from sglang_basin.predictor.recorded import kin_of
 from sglang_basin.predictor.text import Task, read_task
 
@@ -45,8 +45,11 @@ class _Followed:
     guesses: list[Guess] = field(default_factory=list)
     """One per stage: the first prediction in it."""
     prediction: Prediction | None = None
-    guessed_tokens: int = 0
-    """The context that the prediction was made at."""
+    until_calls: float = 0
+    """The prediction holds before this call, with which a new stage begins,"""
+    above_tokens: float = 0.0
+    below_tokens: float = 0.0
+    """and while the context is between these."""
 
 
 class TrainedPredictor:
@@ -124,23 +127,19 @@ class TrainedPredictor:
         followed = self._follow(session.session_id)
         if session.calls_seen < followed.history.calls:  # another session of the same name
             followed.history, followed.guesses, followed.prediction = History(), [], None
-        changed = followed.history.advance(session.calls_seen, session.context_tokens)
-        if followed.prediction is not None and not (changed and self._is_stale(followed, session)):
+        calls, tokens = session.calls_seen, session.context_tokens
+        changed = followed.history.advance(calls, tokens)
+        if followed.prediction is not None and (
+            not changed or (calls < followed.until_calls and followed.above_tokens < tokens < followed.below_tokens)
+        ):
             return followed.prediction
-        followed.guessed_tokens = session.context_tokens
         guess = model.guess(followed.history, followed.subject)
         if not followed.guesses or guess.stage > followed.guesses[-1].stage:
             followed.guesses.append(guess)
-        followed.prediction = Prediction(tuple(tokens for _, tokens in model.quantiles(guess)))
+        followed.until_calls = stage_begins(guess.stage + 1)
+        followed.above_tokens, followed.below_tokens = tokens / STALE_FACTOR, tokens * STALE_FACTOR
+        followed.prediction = Prediction(tuple(quantile for _, quantile in model.quantiles(guess)))
         return followed.prediction
-
-    @staticmethod
-    def _is_stale(followed: _Followed, session: Session) -> bool:
-        """Whether a new guess is worth its time: the context is another by a tenth, or a new stage has begun."""
-        guessed_tokens = followed.guessed_tokens
-        if stage(session.calls_seen) > followed.guesses[-1].stage:
-            return True
-        return not guessed_tokens / STALE_FACTOR < session.context_tokens < guessed_tokens * STALE_FACTOR
 
     def failed(self, error: Exception) -> None:
         """Count an exception that the caller kept from going further."""

@@ -115,7 +115,7 @@ def test_no_call_is_lost_and_none_waits_for_ever(chosen: tuple, events: list) ->
         elif kind == "view":
             policy.observe(dataclasses.replace(VIEW, cache_tokens=1 + tokens, cache_used_share=which / 15), now_s)
         elif call_id is not None and kind == "prefilled":
-            policy.prefilled(call_id, now_s)
+            policy.prefilled(call_id, now_s, cached_tokens=tokens if which % 2 else None)
         elif call_id is not None and kind in ("finish", "abandon"):
             session_id = running.pop(call_id, None) or waiting.pop(call_id)
             if kind == "finish":
@@ -226,6 +226,19 @@ def test_thunder_lets_a_new_program_in_when_it_fits_and_nobody_waits() -> None:
     assert isinstance(policy.call("3", "c", 10, 0.0), Queue)
     assert policy.poll(4.9) == []
     assert policy.poll(5.0) == [Admit("3", Reason.FITS, 5.0)]  # the shortest of those that fit
+
+
+@pytest.mark.parametrize(("subtracts", "room_for"), [(True, 4), (False, 3)])
+def test_thunder_subtracts_what_programs_share_as_its_original_does(subtracts: bool, room_for: int) -> None:
+    """Eight programs have shown that 8,000 of their 10,000 tokens are shared, so that 2,000 are their own."""
+    policy = thunder(10**6, subtracts_shared=subtracts)
+    for number in range(8):
+        policy.call(f"c{number}", f"s{number}", 10_000, 0.0)
+        policy.prefilled(f"c{number}", 0.0, cached_tokens=8_000)
+        policy.end(f"s{number}", 1.0)
+    policy.observe(EngineView(cache_tokens=35_000 if not subtracts else 8_000), 2.0)
+    entered = [isinstance(policy.call(f"n{number}", f"t{number}", 10_000, 2.0), Admit) for number in range(6)]
+    assert sum(entered) == room_for
 
 
 def test_thunder_pauses_the_shortest_acting_program_first() -> None:

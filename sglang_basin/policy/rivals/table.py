@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Reason, Refuse
 from sglang_basin.policy.interface import EngineView
 from sglang_basin.policy.sessions import Call, Stage
+from sglang_basin.policy.sharing import SharedFront
 
 RETRY_AFTER_S = 30.0
 """What a client is told whose program ended while a call of it waited; as at the door."""
@@ -68,6 +69,8 @@ class Program:
     """Calls not yet over, by call id."""
     held: int = 0
     """How many of them wait."""
+    found_tokens: int | None = None
+    """What its first call found cached; None until then."""
 
     @property
     def running(self) -> bool:
@@ -88,6 +91,12 @@ class ProgramTable:
         self._held_count = 0
         self._now_s = float("-inf")
         self._view: EngineView | None = None
+        self._front = SharedFront()
+
+    def shared_tokens(self, program: Program) -> int:
+        """How much of the program's context others share, as far as first calls have told: what the door goes by."""
+        found_tokens = self._front.expected_tokens if program.found_tokens is None else program.found_tokens
+        return min(found_tokens, self._front.tokens, program.context_tokens)
 
     # Hooks.
 
@@ -153,7 +162,11 @@ class ProgramTable:
         call = self._calls.get(call_id)
         if call is not None and call.stage is Stage.PREFILLING:
             call.stage = Stage.DECODING
-            self._prefilled(self._programs[call.session_id], call, now_s)
+            program = self._programs[call.session_id]
+            if cached_tokens is not None and program.found_tokens is None:
+                program.found_tokens = min(max(0, cached_tokens), call.prompt_tokens)
+                self._front.learn(program.found_tokens)
+            self._prefilled(program, call, now_s)
 
     def finish(self, call_id: str, output_tokens: int, now_s: float) -> None:
         now_s = self._advance(now_s)

@@ -18,7 +18,7 @@ Left open by the source, and how it is filled here:
 - Which pool is the capacity when prefill and decode are separate: prefill's device pool, where a prefix gives its
   time back; with `counts_host` its host tier and lent memory as well. Swept.
 - Tokens shared by all programs (system prompts) are subtracted in the original, from an engine metric that has no
-  equivalent here: nothing is subtracted, for this policy as for the door.
+  equivalent here: `subtracts_shared` takes what first calls found cached, as the door does.
 - The paper lets the weight of an acting program decay with the time that it acts (halving each second) when it looks
   for room to restore; the code has that off by default. `acting_half_life_s`, swept.
 - A program that left while it waited keeps its state; its next call waits again.
@@ -53,6 +53,7 @@ class ThunderSettings(RivalSettings):
     """Headroom for each active program."""
     resume_timeout_s: float = 1800.0
     counts_host: bool = False
+    subtracts_shared: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,7 +158,11 @@ class Thunder(ProgramTable):
         return used + self._need(program) <= self._limit(self._resume_share)
 
     def _need(self, program: Program) -> float:
-        return program.context_tokens + self.settings.buffer_tokens
+        return self._own_tokens(program) + self.settings.buffer_tokens
+
+    def _own_tokens(self, program: Program) -> int:
+        shared_tokens = self.shared_tokens(program) if self.settings.subtracts_shared else 0
+        return program.context_tokens - shared_tokens
 
     def _used_with_decay(self, now_s: float) -> float:
         """Used tokens with acting programs faded out; looks at each active program."""
@@ -232,7 +237,7 @@ class Thunder(ProgramTable):
         active = self._active[program.session_id]
         acting = not program.calls
         weight = self.settings.acting_weight if acting else 1.0
-        tokens = 0.0 if active.marked else weight * program.context_tokens + self.settings.buffer_tokens
+        tokens = 0.0 if active.marked else weight * self._own_tokens(program) + self.settings.buffer_tokens
         self._used += tokens - active.tokens
         active.tokens = tokens
         if not acting:
@@ -246,8 +251,16 @@ WATERMARKED = ThunderSettings(pause_threshold=0.95, pause_target=0.80, resume_hy
 
 def _sweep(variant: ThunderSettings) -> tuple[ThunderSettings, ...]:
     return tuple(
-        dataclasses.replace(variant, tick_s=tick_s, acting_half_life_s=half_life_s, counts_host=counts_host)
-        for tick_s, half_life_s, counts_host in itertools.product((1.0, 5.0, 15.0), (None, 1.0, 30.0), (False, True))
+        dataclasses.replace(
+            variant,
+            tick_s=tick_s,
+            acting_half_life_s=half_life_s,
+            counts_host=counts_host,
+            subtracts_shared=subtracts_shared,
+        )
+        for tick_s, half_life_s, counts_host, subtracts_shared in itertools.product(
+            (1.0, 5.0, 15.0), (None, 1.0, 30.0), (False, True), (False, True)
+        )
     )
 
 

@@ -233,6 +233,35 @@ OPTIONS: tuple[Option, ...] = (
         check=_at_least(0.0),
     ),
     Option(
+        name="lending",
+        parse=str,
+        types=(str,),
+        default="off",
+        help="'on' keeps finished calls' KV in memory that decode does not need, and reads back to prefill what its "
+        "own cache has lost",
+        why="off until it has been measured on GPUs",
+        check=_one_of("on", "off"),
+    ),
+    Option(
+        name="lent_share",
+        parse=float,
+        types=(float, int),
+        default=0.5,
+        help="part of decode's KV pool that finished calls may keep; the oldest goes first, and all of it before a "
+        "call on decode waits",
+        why="the article's",
+        check=_between(0.0, 1.0),
+    ),
+    Option(
+        name="lending_patience_s",
+        parse=float,
+        types=(float, int),
+        default=2.0,
+        help="a call waits for its lent part at most this long; what is missing is then computed",
+        why="well above a pull that works, and little beside computing a long context anew",
+        check=_between(0.01, 20.0),
+    ),
+    Option(
         name="control_host",
         parse=str,
         types=(str, type(None)),
@@ -303,6 +332,9 @@ class BasinConfig:
     max_queued: int | None = None
     shedding: str = "on"
     shed_wait_s: float = 120.0
+    lending: str = "off"
+    lent_share: float = 0.5
+    lending_patience_s: float = 2.0
     control_host: str | None = None
     control_port_offset: int = 1000
     record: str | None = None

@@ -249,9 +249,9 @@ def check_patches(folder: Path) -> Iterator[Finding]:
 
 def check_hooks(platform: str, hooks: Iterable[Hook] | None = None) -> Iterator[Finding]:
     """Every hook's target in the installed SGLang; `hooks` None means Basin's table. Imports SGLang."""
-    from sglang_basin.engine.hooks import HOOKS, mismatches
+    from sglang_basin.engine.hooks import HOOKS, LENDING, mismatches
 
-    table = tuple(HOOKS if hooks is None else hooks)
+    table = tuple(HOOKS + LENDING if hooks is None else hooks)
     if platform == "cpu":
         os.environ.setdefault("SGLANG_PLATFORM", CPU_PLATFORM)
     with warnings.catch_warnings():

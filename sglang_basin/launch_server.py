@@ -81,11 +81,11 @@ def _turn_on(config: BasinConfig, arguments: list[str]) -> list[str]:
     return settings.arguments
 
 
-def _refuse_missing_hooks() -> None:
+def _refuse_missing_hooks(config: BasinConfig) -> None:
     """Raise ConfigError with the list of hooks that SGLang did not apply: it only logs such failures."""
     from sglang_basin.engine import hooks, plugin
 
-    if missing := hooks.unapplied():
+    if missing := hooks.unapplied(hooks.needed(config)):
         raise ConfigError(plugin.stop_message(missing))
 
 
@@ -98,10 +98,10 @@ def _run(config: BasinConfig | None, arguments: list[str]) -> int:
 
     load_plugins()
     if config is not None:
-        _refuse_missing_hooks()
+        _refuse_missing_hooks(config)
     server_args = prepare_server_args(arguments)
     if config is not None:
-        flags.check_record(server_args)
+        flags.check_record(config, server_args)
     try:
         run_server(server_args)
     finally:

@@ -37,11 +37,13 @@ class FlagConflict(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class Needed:
-    """A boolean SGLang flag that Basin sets on prefill and decode alike. `field` is its attribute of `ServerArgs`."""
+    """A boolean SGLang flag that Basin sets, where `when` holds. `field` is its attribute of `ServerArgs`."""
 
     flag: str
     field: str
     why: str
+    when: Callable[[BasinConfig, str], bool] = lambda config, mode: True
+    """Takes the mode, "prefill" or "decode", too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,12 @@ NEEDED: tuple[Needed, ...] = (
         flag="--enable-cache-report",
         field="enable_cache_report",
         why="usage.prompt_tokens_details.cached_tokens shows clients the hit rate",
+    ),
+    Needed(
+        flag="--disaggregation-decode-enable-radix-cache",
+        field="disaggregation_decode_enable_radix_cache",
+        why="--basin-lending keeps finished calls' KV on decode in this cache",
+        when=lambda config, mode: config.lending == "on" and mode == "decode",
     ),
 )
 
@@ -207,7 +215,7 @@ def prepare(config: BasinConfig, arguments: Sequence[str], environ: Mapping[str,
     _refuse_environment(environ)
     settings = Settings(arguments=list(arguments))
     for needed in NEEDED:
-        if needed.flag not in arguments:
+        if needed.when(config, mode or "") and needed.flag not in arguments:
             settings.arguments.append(needed.flag)
             settings.notes.append(f"{needed.flag}: {needed.why}")
     for raised in RAISED:
@@ -215,7 +223,7 @@ def prepare(config: BasinConfig, arguments: Sequence[str], environ: Mapping[str,
     return settings
 
 
-def check_record(server_args: object) -> None:
+def check_record(config: BasinConfig, server_args: object) -> None:
     """Hold SGLang's parsed arguments against the tables. Raises FlagConflict naming the flag."""
     mode = getattr(server_args, "disaggregation_mode", None)
     if mode not in MODES:
@@ -225,7 +233,7 @@ def check_record(server_args: object) -> None:
         if not refused.accepts(value):
             raise FlagConflict(_refusal(refused, refused.flag, value))
     for needed in NEEDED:
-        if not getattr(server_args, needed.field, False):
+        if needed.when(config, mode) and not getattr(server_args, needed.field, False):
             raise FlagConflict(f"{needed.flag} is off, but --basin-* needs it: {needed.why}")
 
 

@@ -66,11 +66,11 @@ def attach(result: Any, self: Any) -> None:
     from sglang_basin.engine import hooks
     from sglang_basin.engine.plugin import stop_message
 
-    if wrong := hooks.unapplied():
-        raise RuntimeError(stop_message(wrong))
     config = BasinConfig.from_environment(os.environ)
     if config is None:
         raise RuntimeError("Basin's hooks are in place but its configuration is gone from the environment")
+    if wrong := hooks.unapplied(hooks.needed(config)):
+        raise RuntimeError(stop_message(wrong))
     role = self.disaggregation_mode.value
     parallel = get_parallel()
     first_rank = parallel.pp_rank == parallel.attn_tp_rank == parallel.attn_cp_rank == 0

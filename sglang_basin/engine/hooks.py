@@ -1,4 +1,4 @@
-"""Every place in SGLang that Basin touches, in one table.
+"""Every place in SGLang that Basin touches, in one table; the second part of it (`LENDING`) only if that is on.
 
 SGLang swallows plugin failures: a hook whose target is gone is only logged, before logging is even configured. So
 Basin checks the table itself, before registering (`mismatches`) and after SGLang applied it (`unapplied`), and stops
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sglang_basin import SGLANG_VERSION
+from sglang_basin.config import BasinConfig
 
 Kind = Literal["before", "after", "around"]
 
@@ -137,8 +138,127 @@ HOOKS: tuple[Hook, ...] = (
     ),
 )
 
+_BOOTSTRAP = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
+_ON_PREFILL = "sglang_basin.lending.prefill"
+_ON_DECODE = "sglang_basin.lending.decode"
 
-def mismatches(hooks: Iterable[Hook] = HOOKS) -> list[Mismatch]:
+LENDING: tuple[Hook, ...] = (
+    Hook(
+        target=f"{_SCHEDULER}.init_request_receiver",
+        kind="after",
+        function="sglang_basin.lending.attach:attach",
+        parameters=("self",),
+        why="pools, tree and queues exist from here on; no call has come yet",
+    ),
+    Hook(
+        target=f"{_TREE}.on_release",
+        kind="after",
+        function=f"{_ON_DECODE}:trim",
+        parameters=("self", "req"),
+        why="a finished call's KV has just become evictable; no flag caps how much of it stays",
+    ),
+    Hook(
+        target="sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata",
+        kind="around",
+        function=f"{_ON_DECODE}:tell_pages",
+        parameters=("self", "decode_req", "kv_indices", "page_size", "state_indices"),
+        why="the call's prefix is matched and locked, and prefill is about to be told of it",
+    ),
+    Hook(
+        target=f"{_MOONCAKE}.MooncakeKVManager.build_receiver_metadata_message",
+        kind="around",
+        function=f"{_ON_DECODE}:append_pages",
+        parameters=("self", "bootstrap_room"),
+        why="the message that goes to prefill anyway; readers ignore fields they do not know",
+    ),
+    Hook(
+        target=f"{_MOONCAKE}.TransferInfo.from_zmq",
+        kind="after",
+        function=f"{_ON_PREFILL}:read_pages",
+        parameters=("msg",),
+        why="the same message on prefill",
+    ),
+    Hook(
+        target=f"{_BOOTSTRAP}.pop_bootstrapped",
+        kind="before",
+        function=f"{_ON_PREFILL}:settle",
+        parameters=("self",),
+        why="once a turn, on all ranks, before calls go on to the waiting queue",
+    ),
+    Hook(
+        target=f"{_BOOTSTRAP}.finalize_bootstrap",
+        kind="around",
+        function=f"{_ON_PREFILL}:finalize",
+        parameters=("self", "req"),
+        why="decode's message is here, the call is in no batch yet, and False keeps it waiting",
+    ),
+    Hook(
+        target=f"{_TREE}._finalize_match_result",
+        kind="around",
+        function=f"{_ON_PREFILL}:match",
+        parameters=("self", "params", "result"),
+        why="what a call is told it has cached; SGLang's linker sits here too, but it excludes HiCache",
+    ),
+    Hook(
+        target=f"{_TREE}.prefix_device_indices",
+        kind="around",
+        function=f"{_ON_PREFILL}:prefix_slots",
+        parameters=("self", "req"),
+        why="a part on its way is not in the tree, where this looks",
+    ),
+    Hook(
+        target=f"{_SCHEDULER}.run_batch",
+        kind="around",
+        function=f"{_ON_PREFILL}:run_batch",
+        parameters=("self", "batch"),
+        why="a forward must know which parts its layers wait for, and its result whether they came",
+    ),
+    Hook(
+        target=f"{_SCHEDULER}.process_batch_result_disagg_prefill",
+        kind="after",
+        function=f"{_ON_PREFILL}:measure",
+        parameters=("self", "batch", "result"),
+        why="a batch is through: how long computing takes, to compare a pull with",
+    ),
+    Hook(
+        target="sglang.srt.disaggregation.prefill.should_force_retry",
+        kind="around",
+        function=f"{_ON_PREFILL}:run_again",
+        parameters=("req",),
+        why="SGLang's way to void a forward and queue its call again, else taken by optimistic prefill only",
+    ),
+    Hook(
+        target="sglang.srt.disaggregation.common.conn.CommonKVManager._maybe_ack_drained_abort",
+        kind="around",
+        function=f"{_ON_PREFILL}:hold_abort_ack",
+        parameters=("self", "room"),
+        why="decode frees an aborted call's pages on this acknowledgement, which must wait for our reads too",
+    ),
+    Hook(
+        target=f"{_SCHEDULER}.flush_cache",
+        kind="around",
+        function=f"{_ON_PREFILL}:refuse_flush",
+        parameters=("self",),
+        why="it would hand out slots that are being written to",
+    ),
+    Hook(
+        target=f"{_COMPONENTS}.invariant_checker.SchedulerInvariantChecker._check_all_pools",
+        kind="around",
+        function=f"{_ON_PREFILL}:count_private",
+        parameters=("self", "ps", "uncached"),
+        why="slots on their way are neither free nor in the tree, and would be reported as leaked",
+    ),
+)
+
+
+def needed(config: BasinConfig) -> tuple[Hook, ...]:
+    """The hooks that a configuration takes."""
+    return HOOKS + LENDING if config.lending == "on" else HOOKS
+
+
+def mismatches(hooks: Iterable[Hook]) -> list[Mismatch]:
     """What of the table the installed SGLang does not have. Imports the targets' modules; registers nothing."""
     mend = f"install sglang=={SGLANG_VERSION}"
     found = []
@@ -158,7 +278,7 @@ def mismatches(hooks: Iterable[Hook] = HOOKS) -> list[Mismatch]:
     return found
 
 
-def register(hooks: Iterable[Hook] = HOOKS) -> None:
+def register(hooks: Iterable[Hook]) -> None:
     """Hand the table to SGLang's registry. Call inside a plugin's entry point only."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -166,7 +286,7 @@ def register(hooks: Iterable[Hook] = HOOKS) -> None:
         HookRegistry.register(hook.target, _load(hook.function), HookType(hook.kind))
 
 
-def unapplied(hooks: Iterable[Hook] = HOOKS) -> list[Mismatch]:
+def unapplied(hooks: Iterable[Hook]) -> list[Mismatch]:
     """Hooks that SGLang was given but did not apply in this process; empty once all are in place."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -100,6 +100,20 @@ TABLE: dict[str, _Row] = dict(
     host_cache=_gauge("basin_host_cache_tokens", "What the host tier adds to the cache."),
     lent_cache=_gauge("basin_lent_cache_tokens", "What memory lent by decode adds to the cache."),
     rooms=_gauge("basin_rooms", "Entries in prefill's table of transfers under way (its first rank's)."),
+    # lending
+    lending_up=_gauge("basin_lending_up", "1 where KV is lent or pulled, 0 where it cannot be or a fault stopped it."),
+    lent_kept=_gauge("basin_lent_kept_tokens", "KV of finished calls that this decode instance keeps."),
+    lent_calls=_counter(
+        "basin_lent_calls_total", "Calls at prefill by what came of KV that decode may lend them.", "outcome"
+    ),
+    lent_tokens=_counter("basin_lent_tokens_total", "Tokens that came back into prefill's cache."),
+    lent_bytes=_counter("basin_lent_bytes_total", "Bytes read from decode for them, by this server's first rank."),
+    lent_seconds=_Row(
+        "basin_lent_pull_seconds",
+        "histogram",
+        "Time that pulls took, of those that succeeded.",
+        buckets=(0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
+    ),
     # the control channel
     control_peers=_gauge("basin_control_peers", "Other ends of the control channel that this gate has heard of."),
     control_silence=_gauge(

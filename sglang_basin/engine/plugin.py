@@ -20,7 +20,7 @@ def register() -> None:
     if not os.environ.get(ENVIRONMENT_VARIABLE):
         return
     try:
-        BasinConfig.from_environment(os.environ)
+        config = BasinConfig.from_environment(os.environ)
     except ConfigError as error:
         raise SystemExit(f"Basin: {error}") from None
 
@@ -32,9 +32,10 @@ def register() -> None:
         importer.activate()
     except PatchError as error:
         raise SystemExit(f"Basin: {error}") from None
-    if wrong := hooks.mismatches():
+    wanted = hooks.needed(config or BasinConfig())
+    if wrong := hooks.mismatches(wanted):
         raise SystemExit(stop_message(wrong))
-    hooks.register()
+    hooks.register(wanted)
 
 
 def stop_message(wrong: list) -> str:

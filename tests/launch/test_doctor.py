@@ -12,7 +12,7 @@ import pytest
 from launching import STAND_INS, run_module
 
 from sglang_basin import doctor
-from sglang_basin.engine.hooks import HOOKS
+from sglang_basin.engine.hooks import HOOKS, LENDING
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict]:
@@ -30,7 +30,7 @@ def test_this_environment_is_well() -> None:
         if finding["status"] == "FAIL" and not finding["check"].startswith("port ")
     ]
     assert bad == []
-    assert {f"hook {hook.target}" for hook in HOOKS} <= set(found)
+    assert {f"hook {hook.target}" for hook in HOOKS + LENDING} <= set(found)
     assert found["basin_kernels"]["status"] == "OK"
     assert found["sglang"] == {"status": "OK", "check": "sglang", "detail": "0.5.23", "mend": ""}
 
@@ -43,7 +43,7 @@ def test_wrong_version_and_missing_hook_targets_fail(tmp_path: Path) -> None:
     done = run_module("sglang_basin.doctor", PYTHONPATH=f"{tmp_path}:{STAND_INS}")
     assert done.returncode == 1
     assert "FAIL sglang: 0.6.0, needs exactly 0.5.23; mend: pip install 'sglang==0.5.23'" in done.stdout
-    for hook in HOOKS:
+    for hook in HOOKS + LENDING:
         assert f"FAIL hook {hook.target}: not found" in done.stdout
     assert done.stdout.splitlines()[-1].endswith("failed")
 

@@ -31,7 +31,7 @@ def test_adds_what_basin_needs_with_a_reason_each() -> None:
     settings = flags.prepare(BasinConfig(hold_limit_s=240), PREFILL, {})
     added = settings.arguments[len(PREFILL) :]
     assert settings.arguments[: len(PREFILL)] == PREFILL
-    assert added == [needed.flag for needed in flags.NEEDED]
+    assert added == [needed.flag for needed in flags.NEEDED if needed.when(BasinConfig(), "prefill")]
     assert settings.environment == {raised.variable: "540" for raised in flags.RAISED}
     assert len(settings.notes) == len(added) + len(settings.environment)
 
@@ -97,7 +97,7 @@ def test_a_longer_timeout_of_the_user_stays() -> None:
 def test_parsed_record_is_held_against_the_same_tables() -> None:
     """Abbreviated flags and `--config` files show up here only."""
     good = {needed.field: True for needed in flags.NEEDED} | {"disaggregation_mode": "prefill"}
-    flags.check_record(SimpleNamespace(**good))
+    flags.check_record(BasinConfig(), SimpleNamespace(**good))
     for field, value, flag in (
         ("tokenizer_worker_num", 4, "--tokenizer-worker-num 4"),
         ("schedule_policy", "lpm", "--schedule-policy lpm"),
@@ -105,7 +105,21 @@ def test_parsed_record_is_held_against_the_same_tables() -> None:
         ("enable_priority_scheduling", False, "--enable-priority-scheduling"),
     ):
         with pytest.raises(flags.FlagConflict, match=flag):
-            flags.check_record(SimpleNamespace(**(good | {field: value})))
+            flags.check_record(BasinConfig(), SimpleNamespace(**(good | {field: value})))
+
+
+def test_lending_turns_on_the_cache_that_it_keeps_in_on_decode_only() -> None:
+    flag = "--disaggregation-decode-enable-radix-cache"
+    lending = BasinConfig(lending="on")
+    decode = ["--model-path", "m", "--disaggregation-mode", "decode"]
+    assert flag in flags.prepare(lending, decode, {}).arguments
+    assert flag not in flags.prepare(lending, PREFILL, {}).arguments
+    assert flag not in flags.prepare(BasinConfig(), decode, {}).arguments
+    good = {needed.field: True for needed in flags.NEEDED} | {"disaggregation_mode": "decode"}
+    without = good | {"disaggregation_decode_enable_radix_cache": False}
+    flags.check_record(BasinConfig(), SimpleNamespace(**without))
+    with pytest.raises(flags.FlagConflict, match=flag):
+        flags.check_record(lending, SimpleNamespace(**without))
 
 
 REAL = """
@@ -127,10 +141,10 @@ for row in flags.RAISED:
 assert flags.MODE_FLAG in by_flag and flags.CONFIG_FLAG
 
 words = ["--model-path", "m", "--disaggregation-mode", "prefill"]
-flags.check_record(prepare_server_args(flags.prepare(BasinConfig(), words, {}).arguments))
+flags.check_record(BasinConfig(), prepare_server_args(flags.prepare(BasinConfig(), words, {}).arguments))
 shortened = flags.prepare(BasinConfig(), [*words, "--tokenizer-worker", "2"], {})
 try:
-    flags.check_record(prepare_server_args(shortened.arguments))
+    flags.check_record(BasinConfig(), prepare_server_args(shortened.arguments))
 except flags.FlagConflict as error:
     assert "--tokenizer-worker-num 2" in str(error)
     print("all of it")

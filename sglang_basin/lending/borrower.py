@@ -1,0 +1,465 @@
+"""Prefill's side of lending: which calls get their lent part, and how it becomes part of prefill's cache.
+
+All of it runs in the scheduler's thread of every rank; `Pull` alone has a thread. A call's lent part goes through
+
+    asked     the call is bootstrapped and decode holds more of its prefix than prefill's caches: wait for free slots
+    flowing   slots are allocated, the prefix before them is locked, a thread reads
+    near      so little is missing that the call may be scheduled: the forward of layer l waits for layer l alone
+    landed    all is there: the slots join the radix tree like computed KV, before or after the call ran
+    given up  the peer failed or took longer than the patience: the call goes on as if nothing was lent, and the slots
+              stay out of use until the last read is through
+
+Until it has landed the part is nobody else's: it is neither in the tree nor in the allocator. So a call that ends early
+needs no clean-up here; its part lands or is given up all the same. What ranks must agree on (how long the part is,
+whether it has come) is reduced to the least over all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_basin.engine.metrics import log, metrics
+from sglang_basin.lending.breaker import Breaker
+from sglang_basin.lending.calls import Chance, chance_of
+from sglang_basin.lending.pages import Pages
+from sglang_basin.lending.pull import Pull
+from sglang_basin.lending.transport import Plan, Transport
+from sglang_basin.lending.worth import Line, Link, worth
+
+NEAR_S = 0.1
+"""A call is scheduled when the rest of its part is expected within this time: its batch may wait so long."""
+
+FORWARD_WAIT_S = 0.15
+"""A forward waits for a layer no longer than this in all, whatever was expected: the batch's other calls wait too."""
+
+PULLS_AT_ONCE = 8
+
+
+class Came(IntEnum):
+    """How far a part has come on one rank, in the order in which the least of all ranks is taken."""
+
+    GIVEN_UP = 0
+    FLOWING = 1
+    NEAR = 2
+    LANDED = 3
+
+
+@dataclass(slots=True)
+class Part:
+    """The tokens `start` to `end` of one call's prompt, on their way from `peer` into `slots`."""
+
+    req: Any
+    peer: str
+    start: int
+    end: int
+    key: Any
+    before: torch.Tensor
+    """Slots of the tokens before `start`, which `lock` keeps in the tree."""
+    lock: Any
+    slots: torch.Tensor
+    pull: Pull
+    lent_bytes: int
+    near: bool = False
+    shown_from: int | None = None
+    """The call was last told that it has everything up to `end`, of which so much came from the tree."""
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class _Peer:
+    breaker: Breaker = field(default_factory=Breaker)
+    link: Link = field(default_factory=Link)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What decode lends for a call, as this rank sees it: the tokens up to `end` lie in `pages`."""
+
+    peer: str
+    pages: Pages
+    end: int
+
+
+class Reading:
+    """Rooms whose pages on decode are being read. Decode keeps an aborted call's pages until prefill has acknowledged
+    the abort; while a room is here, it does not (see `prefill.hold_abort_ack`). Used from several threads."""
+
+    def __init__(self, kv_manager: Any) -> None:
+        self._manager = kv_manager
+        self._lock = threading.Lock()
+        self._rooms: Counter[int] = Counter()
+
+    def begin(self, room: int) -> bool:
+        """Whether the room's pages may be read; every True is to be followed by `end`.
+
+        The room is entered before its state is looked at, and an abort marks the room before it looks here: one of the
+        two sees the other.
+        """
+        with self._lock:
+            self._rooms[room] += 1
+        if self._manager.request_status.get(room) in (None, KVPoll.Failed):
+            self.end(room)
+            return False
+        return True
+
+    def end(self, room: int) -> None:
+        with self._lock:
+            self._rooms[room] -= 1
+            if self._rooms[room] <= 0:
+                del self._rooms[room]
+        self._manager._maybe_ack_drained_abort(room)
+
+    def __contains__(self, room: int) -> bool:
+        with self._lock:
+            return room in self._rooms
+
+
+class Borrower:
+    """One per rank of a prefill instance."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        transport: Transport,
+        *,
+        patience_s: float,
+        overlap: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`overlap` False where a forward cannot wait for single layers: a part is then used once it has landed."""
+        self.scheduler = scheduler
+        self.transport = transport
+        self.patience_s = patience_s
+        self.overlap = overlap
+        self.computing = Line()
+        self.kv_manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
+        self.reading = Reading(self.kv_manager)
+        self._clock = clock
+        self._tree = scheduler.tree_cache
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._page = self._allocator.page_size
+        self._parts: dict[str, Part] = {}  # by rid; flowing or near
+        self._stuck: list[Part] = []  # given up, their last read not yet through
+        self._asking: dict[str, Any] = {}  # calls that wait for free slots, by rid
+        self._peers: dict[str, _Peer] = {}
+        self._forward: tuple[tuple[Part, ...], float] = ((), 0.0)  # parts in the running forward, until when it waits
+
+    # In the scheduler's loop.
+
+    @property
+    def private_tokens(self) -> int:
+        """Slots that are neither free nor in the tree."""
+        return sum(part.tokens for part in (*self._parts.values(), *self._stuck))
+
+    def settle(self) -> None:
+        """Once a turn, before calls leave the bootstrap queue: what has landed joins the tree, what failed is given
+        up."""
+        if not (self._parts or self._stuck or self._asking):
+            return
+        now_s = self._clock()
+        parts, stuck, asking = list(self._parts.values()), list(self._stuck), list(self._asking.values())
+        came = self._agree(
+            [
+                *(self._came(part, now_s) for part in parts),
+                *(part.pull.over for part in stuck),
+                *(now_s - chance_of(req).asked_s < self.patience_s for req in asking),
+            ]
+        )
+        for part, far in zip(parts, came, strict=False):
+            if far == Came.LANDED:
+                self._publish(part)
+            elif far == Came.GIVEN_UP:
+                self._give_up(part)
+            else:
+                part.near = far == Came.NEAR
+        for part, over in zip(stuck, came[len(parts) :], strict=False):
+            if over:
+                self._stuck.remove(part)
+                self._allocator.free(part.slots)
+        for req, patient in zip(asking, came[len(parts) + len(stuck) :], strict=True):
+            if not patient:
+                del self._asking[req.rid]
+                self._judge(req, "no_room")
+
+    def ready(self, req: Any) -> bool:
+        """Whether a bootstrapped call may go on to the waiting queue, now that what is lent to it has come, is about to
+        come or will not come. Called each turn until it says so."""
+        if (part := self._parts.get(req.rid)) is not None:
+            return part.near
+        chance = chance_of(req)
+        if chance.judged:
+            return True
+        room_tokens = self._room_tokens()
+        if chance.asked_s is not None and room_tokens == chance.room_tokens:
+            return False
+        chance.room_tokens = room_tokens
+        return self._ask(req, chance)
+
+    # When a call is matched and run.
+
+    def matched(self, req: Any, limit: int, result: Any) -> Any:
+        """The tree's answer (`MatchResult`) to a match of `limit` tokens for `req`, with a part that is near as its
+        continuation."""
+        part = self._parts.get(req.rid)
+        if part is None or not part.near:
+            return result
+        have = result.device_prefix_len
+        part.shown_from = None
+        if not part.start <= have < part.end <= limit or have + result.host_hit_length >= part.end:
+            return result
+        part.shown_from = have
+        return result._replace(
+            device_prefix_len=part.end,
+            cache_protected_len=have,
+            last_host_node=result.last_device_node,
+            best_match_node=result.last_device_node,
+            host_hit_length=0,
+            full_kv_hit_length=part.end,
+        )
+
+    def tail(self, req: Any) -> torch.Tensor | None:
+        """Slots that continue the call's path in the tree, if its latest match was told so."""
+        part = self._parts.get(req.rid)
+        if part is None or part.shown_from is None:
+            return None
+        return part.slots[part.shown_from - part.start :]
+
+    def wait_for_layer(self, layer: int) -> None:
+        """In a forward, before it reads the KV of `layer`."""
+        parts, until_s = self._forward
+        for part in parts:
+            part.pull.wait(layer + 1, until_s)
+
+    def shown(self, reqs: Iterable[Any]) -> tuple[Part, ...]:
+        """The parts, still on their way, that these calls of a batch run with."""
+        if not self._parts:
+            return ()
+        parts = (self._parts.get(req.rid) for req in reqs)
+        return tuple(part for part in parts if part is not None and part.shown_from is not None)
+
+    def run(self, forward: Callable[[], Any], parts: tuple[Part, ...]) -> Any:
+        """Run the forward of a batch that these parts belong to."""
+        until_s = self._clock() + FORWARD_WAIT_S
+        self._forward = parts, until_s
+        try:
+            result = forward()
+        finally:
+            self._forward = (), 0.0
+        for part, landed in zip(parts, self._agree([self._all_there(part, until_s) for part in parts]), strict=True):
+            if landed:
+                self._hand_over(part)
+            else:
+                self._compute_again(part)
+        return result
+
+    # How a part begins.
+
+    def _ask(self, req: Any, chance: Chance) -> bool:
+        """`ready` for a call that has not been judged. The same on all ranks."""
+        offer, refusal = self._offer(req)
+        if self._agree([0 if offer is None else 1])[0] == 0 or offer is None:
+            return self._judge(req, refusal or "other_rank")
+        key = RadixKey(req.origin_input_ids, req.extra_key, limit=offer.end, cache_salt=req.cache_salt)
+        key = key.page_aligned(self._page)
+        match = self._tree.match_prefix(MatchPrefixParams(key=key))
+        start, host = match.device_prefix_len, match.host_hit_length
+        end = self._agree([offer.end])[0]
+        if start + host >= end:
+            return self._judge(req, "present")
+        if refusal := self._refused(offer.peer, end - start):
+            return self._judge(req, refusal)
+        if not self._fits(len(req.origin_input_ids) - start):
+            chance.asked_s = chance.asked_s or self._clock()
+            self._asking[req.rid] = req
+            return False
+        self._asking.pop(req.rid, None)
+        return not self._begin(req, offer, key, match, start, end)
+
+    def _offer(self, req: Any) -> tuple[_Offer | None, str | None]:
+        """What decode lends for this call, or why this rank cannot take it."""
+        room = req.bootstrap_room
+        lending = [
+            info
+            for info in list(self.kv_manager.transfer_infos.get(room, {}).values())
+            if getattr(info, "lent_pages", None) is not None
+        ]
+        if len(lending) != 1:
+            return None, "none"
+        (info,) = lending
+        prefix = self.kv_manager.req_to_decode_prefix_len.get(room, 0)
+        limit = min(prefix, req._compute_max_prefix_len(len(req.origin_input_ids)))
+        end = min(limit // self._page, len(info.lent_pages)) * self._page
+        if end <= 0:
+            return None, "none"
+        if wrong := self.transport.mismatch(info.mooncake_session_id):
+            log.warning("Basin: %s lends nothing to this prefill: %s", info.mooncake_session_id, wrong)
+            return None, "layout"
+        return _Offer(info.mooncake_session_id, info.lent_pages, end), None
+
+    def _refused(self, peer: str, tokens: int) -> str | None:
+        """Why the tokens are computed rather than pulled, or None. One rank's reason is every rank's."""
+        now_s = self._clock()
+        known = self._peers.setdefault(peer, _Peer())
+        lent_bytes = tokens // self._page * self.transport.page_bytes
+        verdict = worth(tokens, lent_bytes, known.link, self.computing, now_s)
+        allowed = known.breaker.allows(now_s)
+        free = len(self._parts) + len(self._stuck) < PULLS_AT_ONCE
+        if self._agree([allowed and free and verdict.pull])[0]:
+            return None
+        if not verdict.pull:
+            log.info("Basin computes %d tokens that %s lends: %s", tokens, peer, verdict)
+        return "breaker" if not allowed else "busy" if not free else "not_worth"
+
+    def _fits(self, need_tokens: int) -> bool:
+        """Whether a call that still needs so many slots, pulled and computed ones, leaves the calls under way what they
+        need."""
+        chunked = self.scheduler.chunked_req
+        promised = 0 if chunked is None else len(chunked.origin_input_ids) - chunked.prefix_len
+        promised += sum(len(part.req.origin_input_ids) - part.end for part in self._parts.values())
+        return self._room_tokens() - promised >= need_tokens + 2 * self._page
+
+    def _room_tokens(self) -> int:
+        return self._allocator.available_size() + self._tree.evictable_size()
+
+    def _begin(self, req: Any, offer: _Offer, key: Any, match: Any, start: int, end: int) -> bool:
+        """Allocate, lock and start reading; False, with nothing kept, if that fails or the call has just ended."""
+        tree = self._tree
+        lock = tree.lock(match.last_device_node)
+        before = tree.tree_core.collect_full_device_indices(
+            match.last_device_node, tree.root_node_handle(req.extra_key)
+        )
+        short = end - start - self._allocator.available_size()
+        if short > 0:
+            tree.evict(EvictParams(num_tokens=short))
+        slots = self._allocator.alloc(end - start)
+        room = req.bootstrap_room
+        may_read = slots is not None and self.reading.begin(room)
+        if not self._agree([may_read])[0]:
+            if may_read:
+                self.reading.end(room)
+            if slots is not None:
+                self._allocator.free(slots)
+            tree.unlock(lock)
+            return not self._judge(req, "no_room" if slots is None else "call_ended")
+        slots = slots.to(torch.int64)
+        ours = (slots[:: self._page] // self._page).cpu().numpy()
+        plan = Plan.of(offer.peer, offer.pages[start // self._page : end // self._page], ours)
+        transport, reading = self.transport, self.reading
+        pull = Pull(
+            transport.layers,
+            lambda layer: transport.read(plan, layer),
+            lambda: reading.end(room),
+            str(room),
+        )
+        self._peers[offer.peer].breaker.begin()
+        lent_bytes = plan.total_pages * transport.page_bytes
+        self._parts[req.rid] = Part(req, offer.peer, start, end, key, before[:start], lock, slots, pull, lent_bytes)
+        pull.start()
+        log.debug("Basin pulls tokens %d to %d of call %s from %s", start, end, req.rid, offer.peer)
+        return True
+
+    def _judge(self, req: Any, outcome: str) -> bool:
+        chance_of(req).judged = True
+        metrics().lent_calls.labels(outcome).inc()
+        return True
+
+    # How a part ends.
+
+    def _came(self, part: Part, now_s: float) -> Came:
+        pull = part.pull
+        if pull.landed:
+            return Came.LANDED
+        if pull.over or now_s - pull.began_s > self.patience_s:
+            return Came.GIVEN_UP
+        return Came.NEAR if self.overlap and pull.remaining_s(now_s) <= NEAR_S else Came.FLOWING
+
+    def _all_there(self, part: Part, until_s: float) -> bool:
+        part.pull.wait_over(until_s)
+        return part.pull.landed
+
+    def _publish(self, part: Part) -> None:
+        """The part joins the tree, evictable like any cached prefix; slots that the tree has no use for are freed."""
+        del self._parts[part.req.rid]
+        self._tree.insert(
+            InsertParams(
+                key=part.key[: part.end],
+                value=torch.cat([part.before, part.slots]),
+                prev_prefix_len=part.start,
+                inserted_len=part.start,
+                priority=part.req.priority or 0,
+            )
+        )
+        self._tree.unlock(part.lock)
+        chance_of(part.req).judged = True
+        self._landed(part, "landed")
+
+    def _hand_over(self, part: Part) -> None:
+        """The call ran with the part, whose slots are in the call's row now: SGLang inserts them like computed ones."""
+        del self._parts[part.req.rid]
+        if unused := part.shown_from - part.start:
+            self._allocator.free(part.slots[:unused])
+        self._tree.unlock(part.lock)
+        self._landed(part, "overlapped")
+
+    def _landed(self, part: Part, outcome: str) -> None:
+        pull = part.pull
+        seconds = pull.ended_s - pull.began_s
+        known = self._peers[part.peer]
+        known.breaker.succeeded()
+        known.link.note(part.lent_bytes, seconds, self._clock())
+        shown = metrics()
+        shown.lent_calls.labels(outcome).inc()
+        shown.lent_tokens.inc(part.tokens)
+        shown.lent_bytes.inc(part.lent_bytes)
+        shown.lent_seconds.observe(seconds)
+        log.debug("Basin got tokens %d to %d of call %s in %.4f s", part.start, part.end, part.req.rid, seconds)
+
+    def _give_up(self, part: Part) -> None:
+        late = not part.pull.over
+        part.pull.give_up()
+        del self._parts[part.req.rid]
+        chance_of(part.req).judged = True
+        self._tree.unlock(part.lock)
+        self._peers[part.peer].breaker.failed(self._clock())
+        metrics().lent_calls.labels("late" if late else "failed").inc()
+        log.warning(
+            "Basin gives up on %d lent tokens of call %s after %.2f s: %s %s; they are computed",
+            part.tokens,
+            part.req.rid,
+            self._clock() - part.pull.began_s,
+            part.peer,
+            "is late" if late else "failed",
+        )
+        self._stuck.append(part)
+
+    def _compute_again(self, part: Part) -> None:
+        """The forward ran on slots that were not filled: its result for this call is void. The call goes back to the
+        bootstrap queue as SGLang's own optimistic prefill does, without the part's slots, and is computed."""
+        req = part.req
+        chance_of(req).again = (req.disagg_decode_prefix_len, req.skip_radix_cache_insert)
+        req.skip_radix_cache_insert = True
+        req.kv.cache_protected_len = part.end  # what is freed with the row begins behind the part
+        req.pending_bootstrap = True
+        if self.scheduler.chunked_req is req:
+            self.scheduler.chunked_req = None
+        self._give_up(part)
+
+    def _agree(self, values: list[int]) -> list[int]:
+        """The least of each value over all ranks."""
+        agreed = torch.tensor([int(value) for value in values], dtype=torch.int64)
+        self._tree._all_reduce_attn_groups(agreed, torch.distributed.ReduceOp.MIN)
+        return agreed.tolist()

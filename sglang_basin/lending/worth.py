@@ -1,0 +1,91 @@
+"""Is a pull quicker than computing the tokens again? Decided from what was measured, with both times in the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MEMORY = 50.0
+"""So many of the latest measurements carry nearly all of a line's weight."""
+
+FRESH_S = 30.0
+"""A link that nobody has used for so long is tried again, whatever it was like."""
+
+
+@dataclass(slots=True)
+class Line:
+    """Time as a line over size, `fixed_s + size * slope_s`, fitted to measurements of which older ones fade away."""
+
+    _weight: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    def note(self, size: float, seconds: float) -> None:
+        keep = 1.0 - 1.0 / MEMORY
+        self._weight = self._weight * keep + 1.0
+        self._x = self._x * keep + size
+        self._y = self._y * keep + seconds
+        self._xx = self._xx * keep + size * size
+        self._xy = self._xy * keep + size * seconds
+
+    @property
+    def known(self) -> bool:
+        return self._x > 0.0
+
+    @property
+    def slope_s(self) -> float:
+        """Seconds for one more unit. Measurements of one size, or a falling line, say only what a unit took overall."""
+        overall = self._y / self._x if self.known else 0.0
+        spread = self._weight * self._xx - self._x * self._x
+        if spread <= 1e-6 * self._xx * self._weight:
+            return overall
+        fitted = (self._weight * self._xy - self._x * self._y) / spread
+        return min(fitted, overall) if fitted > 0.0 else overall
+
+    @property
+    def fixed_s(self) -> float:
+        return max(0.0, (self._y - self.slope_s * self._x) / self._weight) if self._weight else 0.0
+
+    def seconds(self, size: float) -> float:
+        return self.fixed_s + size * self.slope_s
+
+
+@dataclass(slots=True)
+class Link:
+    """What reading from one peer has taken."""
+
+    line: Line = field(default_factory=Line)
+    last_s: float = float("-inf")
+
+    def note(self, read_bytes: int, seconds: float, now_s: float) -> None:
+        self.line.note(read_bytes, seconds)
+        self.last_s = now_s
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """The decision, and the two times it compares; a time is None while nothing is known about it."""
+
+    pull: bool
+    pull_s: float | None
+    compute_s: float | None
+
+    def __str__(self) -> str:
+        def shown(seconds: float | None) -> str:
+            return "unknown" if seconds is None else f"{1e3 * seconds:.1f} ms"
+
+        return f"reading takes {shown(self.pull_s)}, computing {shown(self.compute_s)}"
+
+
+def worth(tokens: int, lent_bytes: int, link: Link, computing: Line, now_s: float) -> Worth:
+    """Whether to pull `tokens` of `lent_bytes` over `link`; `computing` is prefill's time over the tokens of a batch.
+
+    The tokens ride in a batch that runs anyway, so computing them costs its slope only. While one of the two times is
+    unknown, or the link's is old, the pull is tried: that is how they become known.
+    """
+    pull_s = link.line.seconds(lent_bytes) if link.line.known else None
+    compute_s = tokens * computing.slope_s if computing.known else None
+    if pull_s is None or compute_s is None or now_s - link.last_s > FRESH_S:
+        return Worth(True, pull_s, compute_s)
+    return Worth(pull_s < compute_s, pull_s, compute_s)

@@ -1,0 +1,260 @@
+"""What is lent comes back exactly, and nothing is lost on the way: SGLang's own pools and trees, reads in memory."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+from pools import LAYERS, World
+
+from sglang_basin.engine.metrics import counts, metrics
+from sglang_basin.lending import prefill
+from sglang_basin.lending.borrower import FORWARD_WAIT_S
+from sglang_basin.lending.calls import bootstrapped, decode_prefix, must_run_again
+
+PAGES = (1, 16, 64)
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randint(1, 50) for _ in range(tokens)]
+
+
+def outcome(name: str) -> int:
+    return counts(metrics().lent_calls).get(name, 0)
+
+
+def whole(tokens: int, page: int) -> int:
+    return tokens // page * page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_an_evicted_prefix_comes_back_and_only_what_is_missing_is_read(page: int) -> None:
+    world = World(page)
+    first = prompt(150)
+    world.decode.cache(first)
+    world.prefill.cache(first[:70])
+    req = world.arrive([*first, 1, 2, 3])
+    world.bootstrap(req)
+    counted, cached = world.compute(req)
+    assert counted
+    assert cached == whole(150, page)
+    assert world.transport.read_pages == (whole(150, page) - whole(70, page)) // page
+    world.settle_all()
+    world.check()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_forward_follows_the_layers(page: int) -> None:
+    """The call may be scheduled once little is missing, and its forward waits for each layer."""
+    world = World(page)
+    first = prompt(150)
+    world.decode.cache(first)
+    world.transport.hold()
+    req = world.arrive([*first, 1, 2, 3])
+    assert not world.turn(req)
+    assert not world.turn(req)
+    world.transport.release(LAYERS - 1)
+    world.bootstrap(req)
+    before = outcome("overlapped")
+    counted, cached = False, 0
+
+    original = world.borrower.wait_for_layer
+
+    def release_late(layer: int) -> None:
+        if layer == LAYERS - 1:
+            assert world.borrower.private_tokens, "all had landed before the last layer was computed"
+            world.transport.release()
+        original(layer)
+
+    world.borrower.wait_for_layer = release_late  # type: ignore[method-assign]
+    counted, cached = world.compute(req)
+    assert counted
+    assert cached == whole(150, page)
+    assert outcome("overlapped") == before + 1
+    assert world.borrower.private_tokens == 0
+    world.check()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_part_that_stalls_in_a_forward_costs_it_little_and_is_computed(page: int) -> None:
+    world = World(page)
+    first = prompt(150)
+    world.decode.cache(first)
+    world.transport.hold()
+    req = world.arrive([*first, 1, 2, 3])
+    assert not world.turn(req)
+    world.transport.release(LAYERS - 1)
+    world.bootstrap(req)
+    start = time.monotonic()
+    counted, _ = world.compute(req)
+    assert time.monotonic() - start < FORWARD_WAIT_S + 0.1
+    assert not counted
+    assert decode_prefix(req) == req.disagg_decode_prefix_len
+    assert req.skip_radix_cache_insert
+    req.kv.holds_kv = True
+    assert must_run_again(req)
+    req.kv.holds_kv = False
+    world.bootstrap(req, timeout_s=0.5)
+    bootstrapped(req)
+    assert not req.skip_radix_cache_insert
+    world.check()
+    counted, cached = world.compute(req)
+    assert counted
+    assert cached == 0
+    assert world.borrower.private_tokens == whole(150, page), "the read under way may still write there"
+    world.transport.release()
+    world.settle_all()
+    world.check()
+
+
+def test_a_peer_that_fails_or_stops_costs_the_patience_once_and_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(16, patience_s=0.2)
+    for number in range(4):
+        world.decode.cache(prompt(100, number))
+    world.transport.hold()
+    late = world.arrive([*prompt(100, 0), 1])
+    start = time.monotonic()
+    world.bootstrap(late)
+    assert 0.2 <= time.monotonic() - start < 0.4
+    other = world.arrive([*prompt(100, 1), 1])
+    before = outcome("breaker")
+    assert world.turn(other), "an open breaker lets the call go on at once"
+    assert outcome("breaker") == before + 1
+    assert world.compute(other) == (True, 0)
+    world.transport.failing = True
+    world.transport.release()
+    world.settle_all()
+    world.check()
+    world.transport.failing = False
+    now_s = world.borrower._clock()
+    monkeypatch.setattr(world.borrower, "_clock", lambda: now_s + 10.0)
+    probe = world.arrive([*prompt(100, 2), 1])
+    world.bootstrap(probe)
+    assert world.compute(probe)[1] == 96
+    monkeypatch.setattr(world.borrower, "_clock", time.monotonic)
+    again = world.arrive([*prompt(100, 3), 1])
+    world.bootstrap(again)
+    assert world.compute(again)[1] == 96
+
+
+def test_a_call_waits_for_slots_as_long_as_its_patience() -> None:
+    world = World(16, prefill_tokens=256, patience_s=0.3)
+    world.decode.cache(prompt(200, 0))
+    taken = world.prefill.allocate(128)
+    req = world.arrive([*prompt(200, 0), 1])
+    assert not world.turn(req)
+    world.prefill.allocator.free(taken)
+    world.bootstrap(req)
+    assert world.compute(req) == (True, 192)
+    world.prefill.forget()
+    taken = world.prefill.allocate(128)
+    req = world.arrive([*prompt(200, 0), 1])
+    start = time.monotonic()
+    before = outcome("no_room")
+    world.bootstrap(req)
+    assert 0.25 < time.monotonic() - start < 0.6
+    assert outcome("no_room") == before + 1
+    assert world.borrower.private_tokens == 0
+
+
+def test_an_abort_waits_for_the_read_before_it_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(16)
+    world.decode.cache(prompt(100))
+    world.transport.hold()
+    req = world.arrive([*prompt(100), 1])
+    assert not world.turn(req)
+    acknowledged: list[int] = []
+    monkeypatch.setattr(prefill, "_borrower", world.borrower)
+    room = req.bootstrap_room
+    prefill.hold_abort_ack(lambda manager, room: acknowledged.append(room), world.manager, room)
+    assert acknowledged == []
+    assert world.manager.asked_to_ack == []
+    world.transport.release()
+    world.settle_all()
+    assert world.manager.asked_to_ack == [room], "asked again when the read was through"
+    prefill.hold_abort_ack(lambda manager, room: acknowledged.append(room), world.manager, room)
+    assert acknowledged == [room]
+    world.check()
+    assert world.prefill.find(prompt(100)).device_prefix_len == 96, "what was read before the abort is as good as any"
+
+
+def test_nothing_is_read_for_a_call_that_decode_has_given_up() -> None:
+    from sglang.srt.disaggregation.base import KVPoll
+
+    world = World(16)
+    world.decode.cache(prompt(100))
+    req = world.arrive([*prompt(100), 1])
+    world.manager.request_status[req.bootstrap_room] = KVPoll.Failed
+    assert world.turn(req)
+    assert world.transport.read_pages == 0
+    assert world.manager.asked_to_ack == [req.bootstrap_room]
+    world.check()
+    assert world.prefill.tree.protected_size() == 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("seed", range(3))
+def test_sessions_that_evict_each_other_get_their_own_kv_back(page: int, seed: int) -> None:
+    """Random sessions over a small pool: calls overlap, reads are slow, fail and stall, decode frees what it may."""
+    rng = random.Random(100 * page + seed)
+    world = World(page, prefill_tokens=512, decode_tokens=2048, patience_s=0.05, share=0.8)
+    contexts = [prompt(rng.randint(60, 120), 1000 * seed + number) for number in range(8)]
+    inside: list[Any] = []
+    came_back = 0
+    for _ in range(120):
+        world.borrower.settle()
+        action = rng.random()
+        if action < 0.05:
+            world.transport.hold()
+        elif action < 0.2:
+            world.transport.failing = rng.random() < 0.3
+            world.transport.release(rng.choice((1, 2, 10**6)))
+        elif action < 0.6 or not inside:
+            number = rng.randrange(len(contexts))
+            if number in [n for n, _ in inside]:
+                continue
+            ids = [*contexts[number], *(rng.randint(1, 50) for _ in range(rng.randint(1, 20)))]
+            inside.append((number, world.arrive(ids[:200])))
+        else:
+            number, req = inside.pop(rng.randrange(len(inside)))
+            world.bootstrap(req)
+            bootstrapped(req)
+            counted, cached = world.compute(req)
+            if not counted:
+                world.bootstrap(req)
+                bootstrapped(req)
+                counted, cached = world.compute(req)
+                assert counted
+            came_back += cached
+            world.leave(req)
+            contexts[number] = req.prompt if len(req.prompt) < 180 else prompt(80, rng.randrange(10**6))
+            world.decode.cache(req.prompt)
+            world.lender.trim()
+            assert world.lender.kept_tokens <= world.lender.cap_tokens
+        assert world.prefill.accounted_tokens + world.borrower.private_tokens == world.prefill.allocator.size, (
+            "tokens of prefill's pool were lost or counted twice"
+        )
+    world.transport.failing = False
+    world.transport.release()
+    for _, req in inside:
+        world.bootstrap(req)
+        world.leave(req)
+    world.settle_all()
+    world.check()
+    assert world.decode.accounted_tokens == world.decode.allocator.size
+    assert came_back > 0
+    assert not world.borrower.reading._rooms
+
+
+def test_decode_keeps_its_share_and_drops_the_oldest() -> None:
+    world = World(16, decode_tokens=640, share=0.5)
+    for number in range(5):
+        world.decode.cache(prompt(96, number))
+        world.lender.trim()
+        assert world.lender.kept_tokens <= 320
+    kept = [world.decode.find(prompt(96, number)).device_prefix_len for number in range(5)]
+    assert kept[0] == kept[1] == 0
+    assert kept[3] == kept[4] == 96

@@ -149,7 +149,7 @@ def match(original: Any, self: Any, params: Any, result: Any) -> Any:
     result = original(self, params, result)
     if _borrower is None or params.req is None:
         return result
-    return _borrower.matched(params.req, len(params.key), result)
+    return _or_off(lambda: _borrower.matched(params.req, len(params.key), result), result)
 
 
 def prefix_slots(original: Any, self: Any, req: Any) -> Any:
@@ -167,22 +167,23 @@ def run_batch(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -
     """Around `Scheduler.run_batch`."""
     if _borrower is None or not batch.forward_mode.is_extend():
         return original(self, batch, *args, **kwargs)
-    parts = _borrower.shown(batch.reqs)
+    parts = _or_off(lambda: _borrower.shown(batch.reqs), ())
     _launched.append((time.monotonic(), 0 if parts else batch.extend_num_tokens))
     if not parts:
         return original(self, batch, *args, **kwargs)
     return _borrower.run(lambda: original(self, batch, *args, **kwargs), parts)
 
 
-def measure(result: Any, self: Any, batch: Any, batch_result: Any) -> None:
+def measure(done: Any, self: Any, batch: Any, result: Any) -> None:
     """After `Scheduler.process_batch_result_disagg_prefill`: what the batch's tokens took to compute."""
     global _last_result_s
     if _borrower is None or not _launched:
         return
     now_s = time.monotonic()
-    launched_s, tokens = _launched.pop(0)
+    launched_s, tokens = _launched.popleft()
     if tokens:
-        _borrower.computing.note(tokens, now_s - max(launched_s, _last_result_s))
+        computing = _borrower.computing
+        _or_off(lambda: computing.note(tokens, now_s - max(launched_s, _last_result_s)), None)
     _last_result_s = now_s
 
 

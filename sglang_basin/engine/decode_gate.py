@@ -85,9 +85,11 @@ class DecodeGate:
         finals: FinalAnswers,
         watch: EngineWatch | None = None,
         asks_unnamed: bool = False,
+        lendable: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`asks_unnamed`: prefill infers the sessions of calls that name none, so it is asked about these too."""
+        """`asks_unnamed`: prefill infers the sessions of calls that name none, so it is asked about these too. `lendable`
+        says how many tokens finished calls may keep here now; None where nothing is lent."""
         self._control = control
         self._answer = answer
         self._turn = Turn()
@@ -97,6 +99,7 @@ class DecodeGate:
         self._max_sessions = max_sessions
         self._finals = finals
         self._watch = watch
+        self._lendable = lendable
         self._heard_s: dict[str, float] = {}  # prefill -> when its last message came
         self._silent: set[str] = set()  # prefill instances that let the patience run out and were not heard since
         self._asks_unnamed = asks_unnamed
@@ -116,6 +119,8 @@ class DecodeGate:
         import zmq
         from sglang.srt.runtime_context import get_disagg
 
+        from sglang_basin.lending.decode import lendable_tokens
+
         sleeper = scheduler.idle_sleeper
         wake = (lambda socket: sleeper.poller.register(socket, zmq.POLLIN)) if sleeper else (lambda socket: None)
         return cls(
@@ -128,6 +133,7 @@ class DecodeGate:
             finals=FinalAnswers.for_scheduler(scheduler),
             watch=EngineWatch(scheduler),
             asks_unnamed=config.infer_sessions == "on",
+            lendable=lendable_tokens if config.lending == "on" else None,
         )
 
     def __repr__(self) -> str:
@@ -148,6 +154,7 @@ class DecodeGate:
         if now_s >= self._next_show_s:
             self._next_show_s = now_s + SHOW_EVERY_S
             metrics().held_calls.set(len(self._held))
+            self._report_lendable()
             show_control(self._control_figures(now_s))
         if now_s >= self._next_report_s:
             self._report_running(now_s)
@@ -284,6 +291,14 @@ class DecodeGate:
                 waiting.asked_s = now_s
                 waiting.unanswered_s = now_s if waiting.unanswered_s is None else waiting.unanswered_s
                 self._control.send(waiting.peer, messages.Ask(room))
+
+    def _report_lendable(self) -> None:
+        """Once a second, to each prefill instance its part: each guards a cache of its own."""
+        if self._lendable is None:
+            return
+        peers = list(self._control.peers)
+        for peer in peers:
+            self._control.send(peer, messages.Lends(self._lendable() // len(peers)))
 
     def _report_running(self, now_s: float) -> None:
         self._next_report_s = now_s + REPORT_RUNNING_S

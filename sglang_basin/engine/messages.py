@@ -75,7 +75,13 @@ class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
     session_ids: Annotated[list[SessionId], msgspec.Meta(max_length=64)]
 
 
-FromDecode = Ask | Left | Running
+class Lends(msgspec.Struct, tag="lends", array_like=True, frozen=True):
+    """Finished calls may keep so many tokens of KV on this decode for this prefill, as busy as it is now."""
+
+    tokens: Tokens
+
+
+FromDecode = Ask | Left | Running | Lends
 FromPrefill = Enter | Wait | Turned | Ended
 
 encode = msgspec.msgpack.Encoder().encode

@@ -59,6 +59,9 @@ POLL_EVERY_S = 1.0
 
 
 MAX_REMEMBERED = 100_000
+LENT_FOR_S = 5.0
+"""A decode that has not said for so long what it can lend lends nothing: it reports every second."""
+
 REMEMBER_FOR_S = 60.0
 """So long are kept a question about a call whose own leg has not come, and a verdict that decode has not asked for; its
 patience is shorter."""
@@ -98,6 +101,7 @@ class PrefillGate:
         self._early: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # asked about before its own leg came
         self._verdicts: OrderedDict[str, tuple[messages.FromPrefill, float]] = OrderedDict()  # before decode has asked
         self._gates: dict[bytes, float] = {}  # every decode gate heard of -> when last
+        self._lent: dict[bytes, tuple[int, float]] = {}  # decode gate -> what it can lend, and when it said so
         self._dropped_rooms: list[int] = []
         self._changed = False  # something happened at the door since the last poll
         self._next_poll_s = 0.0
@@ -303,6 +307,8 @@ class PrefillGate:
         elif isinstance(message, messages.Left):
             self._changed = True
             self._left_decode(message, now_s)
+        elif isinstance(message, messages.Lends):
+            self._lent[peer] = message.tokens, now_s
         else:
             for room in message.rooms:
                 self.door.decoding(str(room), now_s)
@@ -359,7 +365,7 @@ class PrefillGate:
     def _look(self, now_s: float) -> None:
         """Once a second: let the budget follow the engine, show the state, forget what was asked in vain."""
         if self._watch is not None:
-            self._view = self._watch.view(now_s)
+            self._view = self._watch.view(now_s, lent_tokens=self._lent_tokens(now_s))
             self.door.observe(self._view, now_s)
             show_cache(self._view)
         show_door(self.door.state())
@@ -368,6 +374,12 @@ class PrefillGate:
         for kept in (self._early, self._verdicts):
             while kept and now_s - next(iter(kept.values()))[1] > REMEMBER_FOR_S:
                 kept.popitem(last=False)
+
+    def _lent_tokens(self, now_s: float) -> int:
+        """What decode instances can lend now, as far as they still say so."""
+        for peer in [peer for peer, (_, at_s) in self._lent.items() if now_s - at_s > LENT_FOR_S]:
+            del self._lent[peer]
+        return sum(tokens for tokens, _ in self._lent.values())
 
     def _send(self, peer: bytes, message: messages.FromPrefill) -> None:
         if self.control is None or not self.control.send(peer, message):

@@ -43,7 +43,8 @@ class EngineWatch:
         """`req` is through prefill."""
         self._hits.note(req.cached_tokens, len(req.origin_input_ids), now_s)
 
-    def view(self, now_s: float) -> EngineView:
+    def view(self, now_s: float, lent_tokens: int = 0) -> EngineView:
+        """`lent_tokens`: what others' memory adds to this cache."""
         scheduler = self._scheduler
         cache_tokens = scheduler.max_total_num_tokens
         free_tokens = scheduler.token_to_kv_pool_allocator.available_size()
@@ -51,6 +52,7 @@ class EngineWatch:
         return EngineView(
             cache_tokens=cache_tokens,
             host_tokens=_host_tokens(scheduler.tree_cache),
+            lent_tokens=lent_tokens,
             cache_used_share=1.0 - free_tokens / cache_tokens,
             hit_rate=self._hits.at(now_s),
             prefill_waiting_calls=len(scheduler.waiting_queue) + (len(bootstrap.queue) if bootstrap else 0),

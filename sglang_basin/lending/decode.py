@@ -23,12 +23,19 @@ class Lender:
     def __init__(self, scheduler: Any, share: float) -> None:
         """`share`: of the KV pool that finished calls may keep, 0 to 1."""
         self._tree = scheduler.tree_cache
-        self.cap_tokens = int(scheduler.token_to_kv_pool_allocator.size * share)
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self.cap_tokens = int(self._allocator.size * share)
         self.pages: dict[int, bytes] = {}  # room whose metadata is being sent -> its field
 
     @property
     def kept_tokens(self) -> int:
         return int(self._tree.evictable_size())
+
+    @property
+    def lendable_tokens(self) -> int:
+        """How much finished calls may keep now: the cap, or what running calls leave of the pool if that is less."""
+        held = self._allocator.size - self._allocator.available_size() - self.kept_tokens
+        return max(0, min(self.cap_tokens, self._allocator.size - held))
 
     def trim(self) -> None:
         """Drop the oldest of what finished calls left, down to the cap."""
@@ -51,6 +58,11 @@ def attach(scheduler: Any, share: float) -> None:
     _lender = Lender(scheduler, share)
     metrics().lending_up.set(1)
     log.info("Basin's lending is on: finished calls keep up to %d tokens", _lender.cap_tokens)
+
+
+def lendable_tokens() -> int:
+    """What this rank's pool can lend now; 0 where lending is off."""
+    return 0 if _lender is None else _lender.lendable_tokens
 
 
 def trim(result: Any, self: Any, req: Any, *, checkpointed: bool) -> None:

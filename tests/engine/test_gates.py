@@ -35,6 +35,7 @@ from sglang_basin.engine.prompt_sessions import PromptSessions
 from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
+from sglang_basin.policy.interface import EngineView
 from sglang_basin.policy.priority import SizeAwareOrder
 from sglang_basin.policy.recording import RecordedDoor
 from sglang_basin.policy.reservation import CurrentContext
@@ -580,3 +581,29 @@ def test_a_prompt_that_cannot_be_fingerprinted_passes_and_is_counted(inferring: 
     odd.input_ids = ["not", "tokens"] * 40
     assert rids(inferring.prefill.pass_on([odd])) == ["p1"]
     assert metrics().faults.labels("inference")._value.get() == before + 1
+
+
+def test_what_decode_can_lend_reaches_the_budget_and_leaves_it_when_decode_falls_silent(pair: Pair) -> None:
+    """The budget is derived here, so that capacity moves it: both ways, and back when nobody lends any more."""
+    door = pair.prefill.door
+    door.budget = Budget(BudgetSettings(), capacity_tokens=1)  # type: ignore[union-attr]
+    lendable = [5_000]
+    pair.decode._lendable = lambda: lendable[0]
+    pair.prefill._watch = SimpleNamespace(  # type: ignore[assignment]
+        view=lambda now_s, lent_tokens: EngineView(cache_tokens=1_000, lent_tokens=lent_tokens),
+        prefilled=lambda request, now_s: None,
+    )
+
+    def budget_becomes(tokens: int) -> None:
+        def turned(prefill_out: list[Any], decode_out: list[Any]) -> bool:
+            pair.clock.now_s += 0.5
+            return door.budget.tokens == tokens
+
+        pair.until(turned)
+
+    pair.enter("s", 1, 10)
+    budget_becomes(6_000)
+    lendable[0] = 200
+    budget_becomes(1_200)
+    pair.decode._lendable = None
+    budget_becomes(1_000)

@@ -258,3 +258,14 @@ def test_decode_keeps_its_share_and_drops_the_oldest() -> None:
     kept = [world.decode.find(prompt(96, number)).device_prefix_len for number in range(5)]
     assert kept[0] == kept[1] == 0
     assert kept[3] == kept[4] == 96
+
+
+def test_what_decode_can_lend_shrinks_as_its_own_calls_grow() -> None:
+    world = World(16, decode_tokens=640, share=0.5)
+    assert world.lender.lendable_tokens == 320
+    world.decode.cache(prompt(96))
+    assert world.lender.lendable_tokens == 320, "what is lent already is part of it"
+    running = world.decode.allocate(480)
+    assert world.lender.lendable_tokens == 160
+    world.decode.allocator.free(running)
+    assert world.lender.lendable_tokens == 320

@@ -88,8 +88,8 @@ class DecodeGate:
         lendable: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`asks_unnamed`: prefill infers the sessions of calls that name none, so it is asked about these too. `lendable`
-        says how many tokens finished calls may keep here now; None where nothing is lent."""
+        """`asks_unnamed`: prefill infers the sessions of calls that name none, so it is asked about these too.
+        `lendable` says how many tokens finished calls may keep here now; None where nothing is lent."""
         self._control = control
         self._answer = answer
         self._turn = Turn()

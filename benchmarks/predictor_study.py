@@ -4,8 +4,8 @@
 
 DIR holds the recorded traces with task texts. Per trace: the serving model, the article's baseline and the
 alternatives with unseen tasks; with repeated tasks where there are any; the learning curve; what is lost without the
-text and without the agent's identity; and how well the model fits what it was fitted on, the most that its features
-could say. At the end the speed, on this machine. Minutes per trace.
+text and without the agent's identity; and how well a peak could be predicted at all (`predictor_ceiling.py`). At the
+end the speed, on this machine. Ten minutes of computing per trace; `predictor_page.py` makes a page of the results.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from predictor_ceiling import feature_study, task_study
 
 from sglang_basin.policy.sessions import Session
 from sglang_basin.predictor.alternatives import ALTERNATIVES
 from sglang_basin.predictor.baseline import Baseline
-from sglang_basin.predictor.evaluate import ContextAlone, Method, Score, cross_validate, predict, score
+from sglang_basin.predictor.evaluate import ContextAlone, Gain, Method, Predicted, Score, cross_validate, gains, score
 from sglang_basin.predictor.fitted import Frozen
 from sglang_basin.predictor.model import PeakModel
 from sglang_basin.predictor.predictor import TrainedPredictor
@@ -42,16 +44,33 @@ def basin(sessions: Sequence[Recorded]) -> Frozen:
     return Frozen(fit_model(sessions))
 
 
-def study(name: str, sessions: list[Recorded], *, quick: bool, most_folds: int) -> dict[str, list[Score]]:
-    """Each line of the study by its name. Few groups, many folds: otherwise the folds' differing means, which always
-    lean against the held-out tasks, hide the order of sessions across folds."""
+@dataclasses.dataclass
+class Study:
+    """Of one trace."""
+
+    scores: dict[str, list[Score]]
+    """Each method's, by its label."""
+    gains: dict[str, list[Gain]]
+    """Over the present context at `GAIN_CALLS`, with intervals."""
+    features: list[dict[str, Any]]
+    tasks: list[dict[str, Any]]
+
+
+def study(name: str, sessions: list[Recorded], *, quick: bool, most_folds: int) -> Study:
+    """Few groups, many folds: otherwise the folds' differing means, which always lean against the held-out tasks,
+    hide the order of sessions across folds."""
     folds = min(most_folds if len(sessions) < 200 else 6, most_folds, len({session.group for session in sessions}))
-    found: dict[str, list[Score]] = {}
+    found = Study({}, {}, [], [])
 
     def run(label: str, sessions: list[Recorded], method: Method, *, grouped: bool = True, share: float = 1.0) -> None:
         started = time.perf_counter()
-        found[label] = score(cross_validate(sessions, method, folds=folds, grouped=grouped, train_share=share))
-        print(f"\n{name}: {label} ({time.perf_counter() - started:.0f} s)\n{table(found[label])}", flush=True)
+        predicted = cross_validate(sessions, method, folds=folds, grouped=grouped, train_share=share)
+        keep(label, predicted, time.perf_counter() - started)
+
+    def keep(label: str, predicted: Predicted, took_s: float) -> None:
+        found.scores[label] = score(predicted)
+        found.gains[label] = gains(predicted, GAIN_CALLS)
+        print(f"\n{name}: {label} ({took_s:.0f} s)\n{table(found.scores[label])}", flush=True)
 
     run("basin", sessions, basin)
     run("baseline", sessions, Baseline)
@@ -68,22 +87,22 @@ def study(name: str, sessions: list[Recorded], *, quick: bool, most_folds: int) 
     if any(session.task is not None for session in sessions):
         run("without text", [dataclasses.replace(session, task=None) for session in sessions], basin)
     run("without agent and model", [dataclasses.replace(session, kin=None) for session in sessions], basin)
-    whole = fit_model(sessions)
-    whole.tasks = type(whole.tasks)(capacity=1, horizon=10.0)  # the memory of tasks would know the very sessions
-    found["in sample"] = score(predict(Frozen(whole), sessions))
-    print(f"\n{name}: in sample, the most these features could say\n{table(found['in sample'])}", flush=True)
+    for call in GAIN_CALLS:
+        found.features.append(feature_study(sessions, call, folds=folds))
+        print(f"\n{name}: {json.dumps(found.features[-1])}", flush=True)
+        if repeats(sessions) and (of_tasks := task_study(sessions, call, folds=folds)) is not None:
+            found.tasks.append(of_tasks)
+            print(f"\n{name}: {json.dumps(of_tasks)}", flush=True)
     return found
 
 
-def verdicts(name: str, found: dict[str, list[Score]]) -> list[str]:
-    lines = []
-    for one in found["basin"]:
-        if one.call in GAIN_CALLS:
-            gain = one.rank - one.context_rank
-            lines.append(
-                f"{name:24s} call {one.call:2d}: rank {one.rank:.2f}, context alone {one.context_rank:.2f}, gain "
-                f"{gain:+.2f} (must be {GAIN:+.2f}): {'yes' if gain >= GAIN else 'NO'}"
-            )
+def verdicts(name: str, study: Study) -> list[str]:
+    found = study.scores
+    lines = [
+        f"{name:24s} call {one.call:2d}: gain in rank over the context alone {one.gain:+.2f} ({one.low:+.2f} to "
+        f"{one.high:+.2f}), must be {GAIN:+.2f}: {'yes' if one.gain >= GAIN else 'NO'}"
+        for one in study.gains["basin"]
+    ]
     for one in found["basin"]:
         inside = P90_RANGE[0] <= one.p90_coverage <= P90_RANGE[1]
         lines.append(
@@ -141,16 +160,20 @@ def main() -> int:
     parser.add_argument("--folds", type=int, default=20, metavar="N", help="at most; large traces take 6 (20)")
     parser.add_argument("--quick", action="store_true", help="the serving model and the baseline alone")
     options = parser.parse_args()
-    results, lines = {}, []
+    results: dict[str, Any] = {}
+    lines: list[str] = []
     for name in options.only:
         sessions = read_recorded(options.traces / f"{name}.jsonl.gz")
         found = study(name, sessions, quick=options.quick, most_folds=options.folds)
-        results[name] = {label: [dataclasses.asdict(one) for one in scores] for label, scores in found.items()}
+        results[name] = dataclasses.asdict(found)
         lines += verdicts(name, found)
         if options.json is not None:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
     print("\n" + "\n".join(lines))
-    print("\n".join(speed(fit_model(sessions), sessions)))
+    measured = speed(fit_model(sessions), sessions)
+    print("\n".join(measured))
+    if options.json is not None:
+        options.json.write_text(json.dumps(results | {"speed": measured}, indent=1) + "\n")
     return 0
 
 

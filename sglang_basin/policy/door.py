@@ -192,6 +192,7 @@ class Door:
         if session is None:
             session = Session(session_id, now_s, prompt_tokens, now_s, first_tokens=prompt_tokens, parent_id=parent_id)
         session.calls_seen += 1
+        session.pause_s = now_s - session.last_active_s if session.live and not session.calls else 0.0
         self._set_context(session, session.context_with(prompt_tokens))
         if is_new:
             session.priority = self._by.priority(now_s, session.predicted_peak(self.settings.peak_share))

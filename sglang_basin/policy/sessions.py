@@ -52,6 +52,8 @@ class Session:
     first_prediction: Prediction | None = None
     """The same as of its first call, to be compared with the peak in the end."""
     calls_seen: int = 0
+    pause_s: float = 0.0
+    """Between the end of its last call and the arrival of its latest one; 0 for calls side by side."""
     first_tokens: int = 0
     """The first call's prompt."""
     peak_tokens: int = 0

@@ -37,8 +37,8 @@ class _OnRows:
         kin, score, characters = self._prepared.known_of(session)
         history, wanted = History(), set(calls)
         rows = []
-        for call, (prompt, output) in enumerate(session.calls, 1):
-            history.advance(call, prompt)
+        for call, prompt, output, pause_s in session.steps():
+            history.advance(call, prompt, pause_s)
             if call in wanted:
                 rows.append(history.row(kin, score, characters))
             history.advance(call, prompt + output)

@@ -41,6 +41,8 @@ class _Told:
     """The number of the last call in `calls`."""
     calls: array[int] = field(default_factory=lambda: array("L"))
     """Prompt and output of each call, by turns."""
+    pauses_s: array[float] = field(default_factory=lambda: array("f"))
+    """Before each call."""
 
 
 class DeployedPredictor:
@@ -107,7 +109,8 @@ class DeployedPredictor:
         if told is None or self.log is None or not told.calls:
             return
         calls = tuple(zip(told.calls[::2], told.calls[1::2], strict=True))
-        self.log.put(Entry(calls, told.features.kin, told.features.task, told.features.text))
+        features, pauses_s = told.features, tuple(told.pauses_s[1:])
+        self.log.put(Entry(calls, features.kin, features.task, features.text, pauses_s))
 
     def forget(self, session_id: str) -> None:
         self._told.pop(session_id, None)
@@ -131,12 +134,13 @@ class DeployedPredictor:
     def _note(self, session: Session) -> None:
         told, calls = self._follow(session.session_id), session.calls_seen
         if calls < told.seen:  # another session of the same name
-            told.calls, told.seen = array("L"), 0
+            told.calls, told.pauses_s, told.seen = array("L"), array("f"), 0
         context = max(1, session.context_tokens)
         if calls > told.seen:
             told.seen = calls
             if len(told.calls) < 2 * MAX_LOGGED_CALLS:
                 told.calls.extend((context, 0))
+                told.pauses_s.append(session.pause_s)
                 return
         prompt, output = told.calls[-2:] if told.calls else (0, 0)
         if told.seen > MAX_LOGGED_CALLS:  # the last place holds the longest context

@@ -43,6 +43,8 @@ class Predicted:
     peak: npt.NDArray[np.float64]
     tokens: npt.NDArray[np.float64]
     """(rows, SHARES)"""
+    group: npt.NDArray[np.str_]
+    """The session's task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +90,21 @@ def predict(fitted: Fitted, sessions: Sequence[Recorded], calls: Sequence[int] =
     context: list[int] = []
     peak: list[int] = []
     tokens: list[Sequence[float]] = []
+    group: list[str] = []
     for session in sessions:
         judged = judged_calls(session, calls)
         at += judged
         context += [session.calls[call - 1][0] for call in judged]
         peak += [session.peak_tokens] * len(judged)
         tokens += fitted.quantiles(session, judged)
+        group += [session.group] * len(judged)
     shape = (len(at), len(SHARES))
     return Predicted(
-        np.array(at, int), np.array(context, float), np.array(peak, float), np.array(tokens, float).reshape(shape)
+        np.array(at, int),
+        np.array(context, float),
+        np.array(peak, float),
+        np.array(tokens, float).reshape(shape),
+        np.array(group, str),
     )
 
 
@@ -149,6 +157,7 @@ def joined(parts: Sequence[Predicted]) -> Predicted:
         np.concatenate([part.context for part in parts]),
         np.concatenate([part.peak for part in parts]),
         np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.group for part in parts]),
     )
 
 
@@ -188,6 +197,51 @@ def mean_scores(runs: Sequence[Sequence[Score]]) -> list[Score]:
         )
         for row in zip(*runs, strict=True)
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """How much better the predicted medians rank the peaks at one call than the present context does."""
+
+    call: int
+    gain: float
+    low: float
+    high: float
+    """95 % interval, by drawing whole tasks with replacement."""
+
+
+def gains(predicted: Predicted, calls: Sequence[int], *, draws: int = 1000, seed: int = 1) -> list[Gain]:
+    """One per call that enough sessions reach."""
+    made: list[Gain] = []
+    for call in calls:
+        here = predicted.call == call
+        if here.sum() < MIN_SESSIONS:
+            continue
+        median, context, peak = predicted.tokens[here, _P50], predicted.context[here], predicted.peak[here]
+        found = interval(
+            predicted.group[here],
+            lambda rows, median=median, context=context, peak=peak: (  # type: ignore[misc]
+                rank_correlation(median[rows], peak[rows]) - rank_correlation(context[rows], peak[rows])
+            ),
+            draws=draws,
+            seed=seed,
+        )
+        made.append(Gain(call=call, gain=found[0], low=found[1], high=found[2]))
+    return made
+
+
+def interval(
+    groups: npt.NDArray[Any], statistic: Callable[[npt.NDArray[np.int64]], float], *, draws: int = 1000, seed: int = 1
+) -> tuple[float, float, float]:
+    """(of all rows, 2.5 %, 97.5 %) of a statistic of row numbers, by drawing whole groups with replacement."""
+    members = [np.flatnonzero(groups == name) for name in np.unique(groups)]
+    rng = np.random.default_rng(seed)
+    drawn = [
+        statistic(np.concatenate([members[place] for place in rng.integers(len(members), size=len(members))]))
+        for _ in range(draws)
+    ]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return statistic(np.arange(len(groups))), float(low), float(high)
 
 
 class ContextAlone:

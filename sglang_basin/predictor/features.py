@@ -29,16 +29,28 @@ NAMES: tuple[str, ...] = (
     "share_small_results",
     "share_large_results",
     "shrinks",
+    "spread_log_output",
+    "share_small_outputs",
+    "share_large_outputs",
+    "output_trend",
+    "result_trend",
+    "log_pause_last",
+    "mean_log_pause",
+    "log_pause_recent",
+    "log_pause_max",
     "kin_over_context",
     "text_score",
     "log_text_characters",
 )
-"""The row's columns. `result` is what a tool's answer added to the prompt; `kin` are sessions of the same agent and
-model (the same system prompt): their mean log peak less the log context. Changing this changes the model file's form.
+"""The row's columns. `result` is what a tool's answer added to the prompt, `pause` the time until it came, in tenths of
+a second; a `trend` compares recent calls with all of them. `kin` are sessions of the same agent and model (the same
+system prompt): their mean log peak less the log context. Changing this changes the model file's form.
 """
 
 SMALL_RESULT_TOKENS = 100
 LARGE_RESULT_TOKENS = 1500
+SMALL_OUTPUT_TOKENS = 60
+LARGE_OUTPUT_TOKENS = 500
 SHRINK_SHARE = 0.8
 """A prompt below this share of the context before it counts as a compaction."""
 
@@ -56,8 +68,16 @@ class History:
         "first",
         "growth_max",
         "growth_recent",
+        "large_outputs",
         "large_results",
+        "log_output_recent",
+        "log_output_squares",
         "log_output_sum",
+        "log_pause_last",
+        "log_pause_max",
+        "log_pause_recent",
+        "log_pause_sum",
+        "log_result_recent",
         "log_result_squares",
         "log_result_sum",
         "output_max",
@@ -70,6 +90,7 @@ class History:
         "result_sum",
         "results",
         "shrinks",
+        "small_outputs",
         "small_results",
     )
 
@@ -79,17 +100,23 @@ class History:
         self.growth_max = self.output_max = self.result_last = 0
         self.growth_recent = self.output_recent = self.result_recent = 0.0
         self.output_sum = self.result_sum = 0
-        self.log_output_sum = self.log_result_sum = self.log_result_squares = 0.0
+        self.small_outputs = self.large_outputs = 0
+        self.log_output_sum = self.log_output_squares = self.log_output_recent = 0.0
+        self.log_result_sum = self.log_result_squares = self.log_result_recent = 0.0
+        self.log_pause_sum = self.log_pause_last = self.log_pause_max = self.log_pause_recent = 0.0
         self._output_counted = True
 
-    def advance(self, calls: int, context_tokens: int) -> bool:
-        """Take in the session's present numbers; False when nothing changed. Calls side by side count as one step."""
+    def advance(self, calls: int, context_tokens: int, pause_s: float = 0.0) -> bool:
+        """Take in the session's present numbers; False when nothing changed. Calls side by side count as one step.
+
+        `pause_s` is the time between the last call's end and this one's arrival; it counts once a call.
+        """
         context_tokens = max(1, context_tokens)
         if calls == self.calls and context_tokens == self.context:
             return False
         if calls > self.calls:
             if self.calls:
-                self._result(context_tokens)
+                self._result(context_tokens, pause_s)
             else:
                 self.first = context_tokens
             self.calls, self.prompt = calls, context_tokens
@@ -100,7 +127,7 @@ class History:
         self.context = context_tokens
         return True
 
-    def _result(self, prompt: int) -> None:
+    def _result(self, prompt: int, pause_s: float) -> None:
         grown = prompt - self.prompt
         if prompt < SHRINK_SHARE * self.context:
             self.shrinks += 1
@@ -113,19 +140,32 @@ class History:
         self.result_last = result
         self.result_sum += result
         logged = _log1p(result)
+        self.log_result_recent = (
+            logged if first else self.log_result_recent + _RECENT * (logged - self.log_result_recent)
+        )
         self.log_result_sum += logged
         self.log_result_squares += logged * logged
         self.small_results += result < SMALL_RESULT_TOKENS
         self.large_results += result > LARGE_RESULT_TOKENS
+        pause = _log1p(10.0 * pause_s) if pause_s > 0 else 0.0
+        self.log_pause_recent = pause if first else self.log_pause_recent + _RECENT * (pause - self.log_pause_recent)
+        self.log_pause_sum += pause
+        self.log_pause_last = pause
+        self.log_pause_max = max(self.log_pause_max, pause)
 
     def _output(self, output: int) -> None:
-        self.output_recent = (
-            output if not self.outputs else self.output_recent + _RECENT * (output - self.output_recent)
+        logged, first = _log1p(output), self.outputs == 0
+        self.output_recent = output if first else self.output_recent + _RECENT * (output - self.output_recent)
+        self.log_output_recent = (
+            logged if first else self.log_output_recent + _RECENT * (logged - self.log_output_recent)
         )
         self.outputs += 1
         self.output_sum += output
         self.output_max = max(self.output_max, output)
-        self.log_output_sum += _log1p(output)
+        self.log_output_sum += logged
+        self.log_output_squares += logged * logged
+        self.small_outputs += output < SMALL_OUTPUT_TOKENS
+        self.large_outputs += output > LARGE_OUTPUT_TOKENS
 
     def row(self, kin_log_peak: float, text_score: float, text_characters: int) -> list[float]:
         """The numbers in the order of `NAMES`; finite for whatever was taken in."""
@@ -133,7 +173,9 @@ class History:
         log_first = _log(self.first or 1)
         results, outputs = self.results or 1, self.outputs or 1
         mean_log_result = self.log_result_sum / results
+        mean_log_output = self.log_output_sum / outputs
         variance = self.log_result_squares / results - mean_log_result * mean_log_result
+        of_outputs = self.log_output_squares / outputs - mean_log_output * mean_log_output
         growth = (self.context - self.first) / results
         recent = self.growth_recent
         return [
@@ -150,12 +192,21 @@ class History:
             _log1p(self.result_sum / results),
             _log1p(self.result_recent),
             _log1p(self.result_last),
-            self.log_output_sum / outputs,
+            mean_log_output,
             mean_log_result,
             math.sqrt(variance) if variance > 0 else 0.0,
             self.small_results / results,
             self.large_results / results,
             float(self.shrinks),
+            math.sqrt(of_outputs) if of_outputs > 0 else 0.0,
+            self.small_outputs / outputs,
+            self.large_outputs / outputs,
+            self.log_output_recent - mean_log_output,
+            self.log_result_recent - mean_log_result,
+            self.log_pause_last,
+            self.log_pause_sum / results,
+            self.log_pause_recent,
+            self.log_pause_max,
             kin_log_peak - log_context,
             text_score,
             _log1p(text_characters),

@@ -22,8 +22,8 @@ class Frozen:
         history = History()
         wanted = set(calls)
         made: list[Sequence[float]] = []
-        for call, (prompt, output) in enumerate(session.calls, 1):
-            history.advance(call, prompt)
+        for call, prompt, output, pause_s in session.steps():
+            history.advance(call, prompt, pause_s)
             if call in wanted:
                 made.append([tokens for _, tokens in self.model.quantiles(self.model.guess(history, subject))])
             history.advance(call, prompt + output)
@@ -44,8 +44,8 @@ class Serving:
         policy = Session(name, 0.0, 0, 0.0, first_tokens=session.calls[0][0])
         wanted = set(calls)
         made: list[Sequence[float]] = []
-        for call, (prompt, output) in enumerate(session.calls, 1):
-            policy.calls_seen = call
+        for call, prompt, output, pause_s in session.steps():
+            policy.calls_seen, policy.pause_s = call, pause_s
             for context in (prompt, prompt + output):
                 policy.context_tokens = context
                 policy.peak_tokens = max(policy.peak_tokens, context)

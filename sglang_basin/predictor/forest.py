@@ -1,8 +1,8 @@
-"""A forest of oblivious trees that gives a mean and a spread, takes microseconds, and goes on learning in its leaves.
+"""Extremely randomised trees that give a mean and a spread, take microseconds, and go on learning in their leaves.
 
-An oblivious tree asks the same question at every node of a level, so a row's leaf is the binary number of its D
-answers: all trees together are one gather, one comparison and one product (Kohavi, 1994; CatBoost uses the same form).
-Questions are drawn at random and the best of a few is kept, as in extremely randomised trees (Geurts et al., 2006).
+Grown by scikit-learn (Geurts et al., 2006), one set of trees for each stage of a session, since what tells at its
+second call does not at its sixtieth. Served without it: a tree is a complete binary tree in heap order, so that all
+trees of a stage are walked together, one gather a level.
 
 A leaf keeps three sums over the rows that fell into it: weight, target, target². Adding a row is adding to its leaves,
 and forgetting is scaling all sums down, so the deployment's own sessions gradually replace what was fitted. The
@@ -18,118 +18,171 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
-MAX_TREES = 1024
+MAX_TREES = 256
 MAX_DEPTH = 10
+LEFT = 1e30
+"""The threshold of a question that every row answers with no: below a leaf that lies above the last level."""
+
+_LEAST_WEIGHT = 1e-12
+"""Of a leaf, so that what it says is not forgotten altogether before it has learned something else."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForestSettings:
-    trees: int = 64
+    trees: int = 40
+    """A stage."""
     depth: int = 7
-    candidates: int = 12
-    """Random questions of which the best is kept at each level."""
-    smoothing: float = 6.0
-    """Rows' worth of the forest's overall mean that every leaf starts with."""
+    features_share: float = 0.4
+    """Columns, drawn at random, of which each question takes the best."""
+    leaf_rows: int = 8
+    """At least; a session has two rows a call."""
+    smoothing: float = 2.0
+    """Rows' worth of the stage's mean that every leaf starts with."""
+    stage_rows: int = 60
+    """A stage also learns from the rows of its neighbours, and from those of theirs until there are so many."""
     seed: int = 1
 
 
 class Forest:
-    """`questions` (trees x depth): column numbers; `thresholds` alike; `sums` (3, trees * 2**depth)."""
+    """`questions` and `thresholds`: (stages, trees, 2**depth), column numbers and values, of the question at each node;
+    node 1 is the root, 2n and 2n + 1 the children of n: the second where the value is above the threshold. `sums`:
+    (3, stages * trees * 2**depth), by leaf from left to right."""
 
     def __init__(self, questions: npt.NDArray[Any], thresholds: npt.NDArray[Any], sums: npt.NDArray[Any]) -> None:
-        trees, depth = questions.shape
+        stages, trees, leaves = questions.shape
         self.questions = np.ascontiguousarray(questions, dtype=np.intp)
         self.thresholds = np.ascontiguousarray(thresholds, dtype=np.float64)
         self.sums = np.ascontiguousarray(sums, dtype=np.float64)
-        self._places = (1 << np.arange(depth)).astype(np.float64)
-        self._offsets = np.arange(trees) * float(1 << depth)
-        self._flat = self.questions.reshape(-1)
-        self._shape = (trees, depth)
+        self._depth = leaves.bit_length() - 1
+        self._leaves = leaves
+        self._flat_questions = self.questions.reshape(-1)
+        self._flat_thresholds = self.thresholds.reshape(-1)
+        self._starts = (np.arange(stages * trees) * leaves).reshape(stages, trees)
+        places = np.arange(stages * trees * leaves)
+        self._no = 2 * places - places // leaves * leaves  # where a row goes that answers with no
         self._unit = 1.0
-        self._refresh()
-
-    def _refresh(self) -> None:
-        """Leaf means and mean squares, side by side: (leaves, 2)."""
         self._means = np.ascontiguousarray((self.sums[1:] / self.sums[0]).T)
+        """Leaf means and mean squares, side by side: (leaves, 2)."""
 
-    def moments(self, row: npt.NDArray[Any]) -> tuple[float, float]:
+    @property
+    def stages(self) -> int:
+        return len(self._starts)
+
+    def moments(self, row: npt.NDArray[Any], stage: int) -> tuple[float, float]:
         """Mean and variance (≥ 0) of the target for one row."""
-        values = row[self._flat].reshape(self._shape)
-        leaves = ((values > self.thresholds) @ self._places + self._offsets).astype(np.intp)
-        mean, square = (self._means[leaves].sum(axis=0) / len(leaves)).tolist()
+        node = self._starts[stage] + 1
+        question, threshold, no = self._flat_questions.take, self._flat_thresholds.take, self._no.take
+        for _ in range(self._depth):
+            node = no(node) + (row.take(question(node)) > threshold(node))
+        mean, square = (self._means.take(node - self._leaves, axis=0).sum(axis=0) / len(node)).tolist()
         return mean, max(0.0, square - mean * mean)
 
-    def leaves_of(self, rows: Floats) -> npt.NDArray[np.intp]:
+    def leaves_of(self, rows: Floats, stages: Ints) -> npt.NDArray[np.intp]:
         """(rows, trees): positions in `sums`."""
-        values = rows[:, self._flat].reshape(len(rows), *self._shape)
-        leaves = (values > self.thresholds) @ self._places + self._offsets
-        return leaves.astype(np.intp)
+        node = self._starts[stages] + 1
+        place = np.arange(len(rows))[:, None]
+        for _ in range(self._depth):
+            node = self._no[node] + (rows[place, self._flat_questions[node]] > self._flat_thresholds[node])
+        return np.asarray(node - self._leaves, dtype=np.intp)
 
-    def moments_of(self, rows: Floats) -> tuple[Floats, Floats]:
-        both = self._means[self.leaves_of(rows)].mean(axis=1)
+    def moments_of(self, rows: Floats, stages: Ints) -> tuple[Floats, Floats]:
+        both = self._means[self.leaves_of(rows, stages)].mean(axis=1)
         return both[:, 0], np.maximum(0.0, both[:, 1] - both[:, 0] ** 2)
 
-    def add(self, rows: Floats, targets: Floats, weight: float, forget: float) -> None:
+    def add(self, rows: Floats, stages: Ints, targets: Floats, weight: float, forget: float) -> None:
         """One session's rows, each with `weight`; what was there before counts (1 - forget) as much from now on."""
         self._unit /= 1.0 - forget
-        leaves = self.leaves_of(rows)
+        leaves = self.leaves_of(rows, stages)
         share = weight * self._unit
         for sums, values in zip(self.sums, (np.ones_like(targets), targets, targets**2), strict=True):
             np.add.at(sums, leaves, (share * values)[:, None])
         if self._unit > 1e9:
-            self.sums /= self._unit
+            self.sums = self.settled_sums()
             self._unit = 1.0
         touched = leaves.reshape(-1)  # some more than once: cheaper than finding out which
         self._means[touched] = (self.sums[1:, touched] / self.sums[0, touched]).T
 
-    def scaled(self, weight: float) -> Forest:
-        """The same forest whose leaves together weigh as much as `weight` rows: how firmly it holds to its fit."""
-        total = self.sums[0].sum() / self._shape[0]
-        return Forest(self.questions, self.thresholds, self.sums * (weight / total))
+    def scaled(self, factor: float) -> Forest:
+        """The same forest that holds so many times as firmly to its fit."""
+        return Forest(self.questions, self.thresholds, self.settled_sums() * factor)
 
     def settled_sums(self) -> Floats:
         """The sums in the units of a forest that has forgotten nothing yet."""
-        return self.sums / self._unit
+        settled = self.sums / self._unit
+        return np.asarray(settled * np.maximum(1.0, _LEAST_WEIGHT / settled[0]))
 
 
-def fit_forest(rows: Floats, targets: Floats, weights: Floats, settings: ForestSettings) -> Forest:
-    """Grow the trees on all rows. Same rows and seed, same forest."""
+def fit_forest(
+    rows: Floats, row_stages: Ints, targets: Floats, weights: Floats, stages: int, settings: ForestSettings
+) -> Forest:
+    """Grow trees for each of so many stages. Same rows and settings, same forest."""
     if len(rows) == 0:
         raise ValueError("a forest needs at least one row")
-    rng = np.random.default_rng(settings.seed)
-    count, columns = rows.shape
-    trees, depth = settings.trees, settings.depth
-    questions = np.zeros((trees, depth), dtype=np.intp)
-    thresholds = np.zeros((trees, depth))
-    sums = np.zeros((3, trees << depth))
-    overall = np.average(targets, weights=weights)
-    overall_square = np.average(targets**2, weights=weights)
-    weighted = weights * targets
-    mean_weight = weights.mean()
-    for tree in range(trees):
-        leaf = np.zeros(count, dtype=np.intp)
-        for level in range(depth):
-            best = (-np.inf, 0, 0.0, leaf)
-            for column in rng.integers(columns, size=settings.candidates):
-                threshold = _threshold(rows[:, column], rng)
-                divided = leaf + ((rows[:, column] > threshold).astype(np.intp) << level)
-                weight = np.bincount(divided, weights)
-                total = np.bincount(divided, weighted)
-                gain = float((total**2 / (weight + settings.smoothing * mean_weight)).sum())
-                if gain > best[0]:
-                    best = (gain, int(column), threshold, divided)
-            _, questions[tree, level], thresholds[tree, level], leaf = best
-        span = slice(tree << depth, (tree + 1) << depth)
-        size = 1 << depth
-        pseudo = settings.smoothing * mean_weight
-        sums[0, span] = np.bincount(leaf, weights, size) + pseudo
-        sums[1, span] = np.bincount(leaf, weighted, size) + pseudo * overall
-        sums[2, span] = np.bincount(leaf, weighted * targets, size) + pseudo * overall_square
+    size = 1 << settings.depth
+    questions = np.zeros((stages, settings.trees, size), dtype=np.intp)
+    thresholds = np.full((stages, settings.trees, size), LEFT)
+    for stage in range(stages):
+        near = near_stage(row_stages, stage, settings.stage_rows)
+        grown = _grow(rows[near], targets[near], weights[near], settings, stage)
+        for tree, (columns, cuts) in enumerate(grown):
+            questions[stage, tree], thresholds[stage, tree] = columns, cuts
+    forest = Forest(questions, thresholds, np.ones((3, stages * settings.trees * size)))
+    sums = np.zeros_like(forest.sums)
+    for stage in range(stages):
+        near = near_stage(row_stages, stage, settings.stage_rows)
+        weight, target = weights[near], targets[near]
+        pseudo = settings.smoothing * weight.mean()
+        span = slice(stage * settings.trees * size, (stage + 1) * settings.trees * size)
+        leaves = forest.leaves_of(rows[near], row_stages[near] * 0 + stage) - span.start
+        own = weight.sum() / weights[row_stages == stage].sum() if (row_stages == stage).any() else np.inf
+        for kept, values in zip(sums, (np.ones_like(target), target, target**2), strict=True):
+            mean = np.average(values, weights=weight)
+            counted = np.bincount(
+                leaves.ravel(), np.repeat(weight * values, settings.trees), minlength=settings.trees * size
+            )
+            # What neighbours lend shapes the leaves, but a stage weighs only as much as its own rows.
+            kept[span] = (counted + pseudo * mean) / min(own, 1e6)
     return Forest(questions, thresholds, sums)
 
 
-def _threshold(column: Floats, rng: np.random.Generator) -> float:
-    """Between two rows drawn at random: dense regions are divided more often."""
-    one, other = column[rng.integers(len(column), size=2)]
-    return float(one + (other - one) * rng.random())
+def near_stage(row_stages: Ints, stage: int, enough: int) -> npt.NDArray[np.bool_]:
+    """Which rows are of this stage or its neighbours, or as near as it takes to be enough."""
+    distance = np.abs(row_stages - stage)
+    reach = 1
+    while (distance <= reach).sum() < min(enough, len(row_stages)):
+        reach += 1
+    return np.asarray(distance <= reach)
+
+
+def _grow(
+    rows: Floats, targets: Floats, weights: Floats, settings: ForestSettings, stage: int
+) -> list[tuple[npt.NDArray[np.intp], Floats]]:
+    """Each tree's (columns, thresholds) in heap order."""
+    from sklearn.tree import ExtraTreeRegressor  # a serving process never needs it
+
+    columns, wanted = np.ascontiguousarray(rows, dtype=np.float32), np.ascontiguousarray(targets[:, None])
+    grown = []
+    for tree in range(settings.trees):
+        made = ExtraTreeRegressor(
+            max_depth=settings.depth,
+            max_features=settings.features_share,
+            min_samples_leaf=settings.leaf_rows,
+            random_state=settings.seed + 100_000 * stage + tree,
+        ).fit(columns, wanted, sample_weight=weights, check_input=False)
+        grown.append(_heap(made.tree_, settings.depth))
+    return grown
+
+
+def _heap(tree: Any, depth: int) -> tuple[npt.NDArray[np.intp], Floats]:
+    columns, thresholds = np.zeros(1 << depth, dtype=np.intp), np.full(1 << depth, LEFT)
+    lefts, rights = tree.children_left.tolist(), tree.children_right.tolist()
+    places = [1] * tree.node_count  # a node comes before its children
+    for node, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+        if left >= 0:
+            places[left], places[right] = 2 * places[node], 2 * places[node] + 1
+    inner = tree.children_left >= 0
+    asked = np.array(places)[inner]
+    columns[asked], thresholds[asked] = tree.feature[inner], tree.threshold[inner]
+    return columns, thresholds

@@ -112,7 +112,8 @@ class PeakModel:
         kin = self.kins.shrunk(subject.kin, self.log_peak)
         row = history.row(kin, subject.text_score, subject.characters)
         values = np.array(row)
-        of_forest, variance = self.forest.moments(values)
+        at_stage = stage(history.calls)
+        of_forest, variance = self.forest.moments(values, at_stage)
         of_trend, of_line = self.trend.value(values), self.line.value(values)
         mean = self.shares[0] * of_trend + self.shares[1] * of_line + self.shares[2] * of_forest
         variance += MIN_VARIANCE
@@ -122,7 +123,7 @@ class PeakModel:
             further, of_task = above_zero(reached - row[0], of_task)
             mean += variance / (variance + of_task) * (further - mean)
             variance = min(variance, of_task) + MIN_VARIANCE
-        return Guess(values, stage(history.calls), row[0], mean, math.sqrt(variance))
+        return Guess(values, at_stage, row[0], mean, math.sqrt(variance))
 
     def quantiles(self, guess: Guess) -> tuple[tuple[float, float], ...]:
         """(share, tokens), ascending in both."""
@@ -141,8 +142,10 @@ class PeakModel:
         if guesses:
             rows = np.stack([guess.row for guess in guesses])
             weight, forget = row_weight(len(guesses)), 1.0 / self.settings.horizon_sessions
-            for part in (self.trend, self.line, self.forest):
-                part.add(rows, np.array(targets), weight, forget)
+            stages, reached = np.array([guess.stage for guess in guesses]), np.array(targets)
+            for part in (self.trend, self.line):
+                part.add(rows, reached, weight, forget)
+            self.forest.add(rows, stages, reached, weight, forget)
         self.tasks.learn(subject.task, log_peak)
         self.kins.learn(subject.kin, log_peak)
 

@@ -30,7 +30,7 @@ from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Calibration, asce
 from sglang_basin.predictor.text import BUCKETS, TextScore
 
 FORMAT = "sglang-basin peak model"
-VERSION = 1
+VERSION = 2
 MAX_FILE_BYTES = 32 * 2**20
 MAX_ENTRY_BYTES = 64 * 2**20
 KEPT_KEYS = 2_000
@@ -89,9 +89,9 @@ def save_model(model: PeakModel, path: Path, *, fitted_on: dict[str, int]) -> No
     arrays: dict[str, npt.NDArray[Any]] = {
         **_line_arrays("trend", model.trend),
         **_line_arrays("line", model.line),
-        "questions": model.forest.questions.astype(np.int32),
+        "questions": model.forest.questions.astype(np.uint8),
         "thresholds": model.forest.thresholds.astype(np.float32),
-        "sums": model.forest.settled_sums().astype(np.float64),
+        "sums": model.forest.settled_sums().astype(np.float32),
         "scores": model.calibration.as_array(),
     }
     if model.text is not None:
@@ -162,14 +162,16 @@ def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakMode
     if header.shares != list(SHARES):
         raise ValueError(f"its quantiles are {header.shares[:10]}, this package uses {list(SHARES)}")
 
-    questions = _array(archive, "questions", np.dtype(np.int32))
-    if questions.ndim != 2 or not (1 <= questions.shape[0] <= MAX_TREES and 1 <= questions.shape[1] <= MAX_DEPTH):
-        raise ValueError(f"questions: trees x depth expected, got {questions.shape}")
-    if questions.min() < 0 or questions.max() >= len(NAMES):
+    questions = _array(archive, "questions", np.dtype(np.uint8))
+    sizes = [1 << depth for depth in range(1, MAX_DEPTH + 1)]
+    if questions.ndim != 3 or questions.shape[0] != STAGES or questions.shape[2] not in sizes:
+        raise ValueError(f"questions: {STAGES} stages x trees x leaves expected, got {questions.shape}")
+    if not 1 <= questions.shape[1] <= MAX_TREES:
+        raise ValueError(f"questions: at most {MAX_TREES} trees a stage, got {questions.shape[1]}")
+    if questions.max() >= len(NAMES):
         raise ValueError(f"questions: columns must be below {len(NAMES)}")
-    trees, depth = questions.shape
-    thresholds = _array(archive, "thresholds", np.dtype(np.float32), (trees, depth))
-    sums = _array(archive, "sums", np.dtype(np.float64), (3, trees << depth))
+    thresholds = _array(archive, "thresholds", np.dtype(np.float32), questions.shape)
+    sums = _array(archive, "sums", np.dtype(np.float32), (3, questions.size))
     if not (sums[0] > 0).all():
         raise ValueError("sums: every leaf must have a weight above 0")
     scores = _array(archive, "scores", np.dtype(np.float64), (STAGES, len(SHARES)))
@@ -230,7 +232,7 @@ def _array(
         raise ValueError(f"{name}: array form 1.0 expected")
     found, fortran, dtype = np.lib.format.read_array_header_1_0(data)  # type: ignore[no-untyped-call]
     if dtype != kind or fortran or (shape is not None and found != shape):
-        raise ValueError(f"{name}: {kind} of shape {shape or 'trees x depth'} expected, got {dtype} {found}")
+        raise ValueError(f"{name}: {kind} of shape {shape or 'stages x trees x leaves'} expected, got {dtype} {found}")
     rest = data.read()
     if math.prod(found) * kind.itemsize != len(rest):
         raise ValueError(f"{name}: {len(rest):,} bytes do not make an array of shape {found}")

@@ -128,7 +128,7 @@ class TrainedPredictor:
         if session.calls_seen < followed.history.calls:  # another session of the same name
             followed.history, followed.guesses, followed.prediction = History(), [], None
         calls, tokens = session.calls_seen, session.context_tokens
-        changed = followed.history.advance(calls, tokens)
+        changed = followed.history.advance(calls, tokens, session.pause_s)
         if followed.prediction is not None and (
             not changed or (calls < followed.until_calls and followed.above_tokens < tokens < followed.below_tokens)
         ):

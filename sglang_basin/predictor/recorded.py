@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO, cast
@@ -34,6 +34,14 @@ class Recorded:
     task: Task | None = None
     text: str | None = None
     """The task text itself, for the baseline alone; a session log has none."""
+    pauses_s: tuple[float, ...] = ()
+    """From each call's end to the next one's arrival, one fewer than calls; empty where they are not known."""
+
+    def steps(self) -> Iterator[tuple[int, int, int, float]]:
+        """(call from 1, prompt, output, pause before it) of each call."""
+        pauses_s = (0.0, *(self.pauses_s or (0.0,) * (len(self.calls) - 1)))
+        for call, ((prompt, output), pause_s) in enumerate(zip(self.calls, pauses_s, strict=True), 1):
+            yield call, prompt, output, pause_s
 
     @property
     def peak_tokens(self) -> int:
@@ -43,6 +51,7 @@ class Recorded:
 class _Call(msgspec.Struct, frozen=True):
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=100_000_000)]
     output_tokens: _Tokens = 0
+    tool_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None
 
 
 class _Session(msgspec.Struct, frozen=True):
@@ -69,7 +78,12 @@ def _recorded(session: _Session) -> Recorded:
         kin=kin_of(session.agent, session.model),
         task=read_task(session.task_text),
         text=session.task_text,
+        pauses_s=tuple(call.tool_s or 0.0 for call in session.calls[:-1]),
     )
+
+
+def _logged(entry: session_log.Entry) -> Recorded:
+    return Recorded(calls=entry.calls, group=entry.group, kin=entry.kin, task=entry.task, pauses_s=entry.pauses_s)
 
 
 def read_recorded(name: str | Path) -> list[Recorded]:
@@ -81,10 +95,7 @@ def read_recorded(name: str | Path) -> list[Recorded]:
         with cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
             first = file.readline(MAX_LINE_BYTES + 1)
             if session_log.is_log(first):
-                return [
-                    Recorded(calls=entry.calls, group=entry.group, kin=entry.kin, task=entry.task)
-                    for entry in session_log.read_lines(file, path)
-                ]
+                return [_logged(entry) for entry in session_log.read_lines(file, path)]
             line = first
             while line:
                 number += 1

@@ -27,6 +27,7 @@ MAX_CALLS = 10_000
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=100_000_000)]
 _Bucket = Annotated[int, msgspec.Meta(ge=0, lt=BUCKETS)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+_Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 _Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
@@ -38,6 +39,8 @@ class Entry:
     kin: int | None = None
     task: Task | None = None
     text: str | None = None
+    pauses_s: tuple[float, ...] = ()
+    """From each call's end to the next one's arrival, one fewer than calls; empty where they are not known."""
     group: str = ""
     """Made when reading: the task's fingerprint, or the line where there is none."""
 
@@ -53,6 +56,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     characters: _Tokens = 0
     terms: Annotated[list[tuple[_Bucket, _Count]], msgspec.Meta(max_length=BUCKETS)] = []
     text: str | None = None
+    pauses_ms: Annotated[list[_Milliseconds], msgspec.Meta(max_length=100_000)] = []
 
 
 _decode_header = msgspec.json.Decoder(_Header).decode
@@ -82,6 +86,7 @@ class SessionLog:
             characters=0 if entry.task is None else min(entry.task.characters, 100_000_000),
             terms=[] if entry.task is None else list(entry.task.terms),
             text=entry.text,
+            pauses_ms=[round(1000 * pause_s) for pause_s in entry.pauses_s[: len(calls) - 1]],
         )
         self._file.append(_encode(line) + b"\n")
 
@@ -110,10 +115,13 @@ def read_lines(file: BinaryIO, path: Path) -> Iterator[Entry]:
         task = None
         if read.task is not None:
             task = Task(int(read.task, 16), read.characters, tuple(read.terms))
+        if read.pauses_ms and len(read.pauses_ms) != len(read.calls) - 1:
+            raise TraceError(f"{path}:{number}: pauses_ms: one fewer than calls expected, got {len(read.pauses_ms)}")
         yield Entry(
             calls=tuple(read.calls),
             kin=None if read.kin is None else int(read.kin, 16),
             task=task,
             text=read.text,
+            pauses_s=tuple(pause_ms / 1000 for pause_ms in read.pauses_ms),
             group=f"{path}:{number}" if task is None else f"{task.fingerprint:016x}",
         )

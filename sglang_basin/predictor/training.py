@@ -16,7 +16,7 @@ from sglang_basin.predictor.features import History
 from sglang_basin.predictor.forest import Floats, Forest, ForestSettings, fit_forest
 from sglang_basin.predictor.line import Line, fit_line
 from sglang_basin.predictor.model import MIN_VARIANCE, TREND_COLUMNS, OnlineSettings, PeakModel, row_weight
-from sglang_basin.predictor.online import FIRST_CALLS, Averages, Calibration, fit_scores, stage
+from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Averages, Calibration, fit_scores, stage
 from sglang_basin.predictor.recorded import Recorded
 from sglang_basin.predictor.text import BUCKETS, Task, TextScore
 
@@ -88,17 +88,18 @@ def fit_model(sessions: Sequence[Recorded], settings: TrainingSettings | None = 
     for number in np.unique(rows.folds):
         held = rows.folds == number
         trend, line, forest = _fit(rows, ~held, settings)
-        of_forest, held_variance[held] = forest.moments_of(rows.values[held])
+        of_forest, held_variance[held] = forest.moments_of(rows.values[held], rows.stages[held])
         values = rows.values[held]
         held_means[held] = np.column_stack([trend.values_of(values), line.values_of(values), of_forest])
     shares = best_shares(held_means, rows.targets, rows.weights)
     errors = (rows.targets - held_means @ shares) / np.sqrt(held_variance + MIN_VARIANCE)
-    weight = _online_weight(sessions) * min(1.0, settings.weight_sessions / len(sessions))
+    firmness = min(1.0, settings.weight_sessions / len(sessions))
+    weight = _online_weight(sessions) * firmness
     trend, line, forest = _fit(rows, np.ones(len(errors), bool), settings)
     model = PeakModel(
         trend.scaled(weight),
         line.scaled(weight),
-        forest.scaled(weight),
+        forest.scaled(weight / float(rows.weights.sum())),
         Calibration(fit_scores(rows.stages, errors, rows.weights, rows.groups), settings.online.calibration_step),
         rows.text,
         shares=shares.tolist(),
@@ -131,10 +132,11 @@ def _online_weight(sessions: Sequence[Recorded]) -> float:
 
 def _fit(rows: Prepared, chosen: npt.NDArray[np.bool_], settings: TrainingSettings) -> tuple[Line, Line, Forest]:
     values, targets, weights = rows.values[chosen], rows.targets[chosen], rows.weights[chosen]
+    stages = rows.stages[chosen]
     return (
         fit_line(values, targets, weights, TREND_COLUMNS),
         fit_line(values, targets, weights),
-        fit_forest(values, targets, weights, settings.forest),
+        fit_forest(values, stages, targets, weights, STAGES, settings.forest),
     )
 
 
@@ -181,8 +183,8 @@ def _rows(
         characters = 0 if session.task is None or unknown[index] else session.task.characters
         known = (float(kin[index]), float(scores[index]), characters)
         start = len(values)
-        for call, (prompt, output) in enumerate(session.calls, 1):
-            history.advance(call, prompt)
+        for call, prompt, output, pause_s in session.steps():
+            history.advance(call, prompt, pause_s)
             if call in FITTED_CALLS:
                 values.append(history.row(*known))
             history.advance(call, prompt + output)

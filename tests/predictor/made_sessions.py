@@ -9,7 +9,7 @@ from sglang_basin.predictor.recorded import Recorded, kin_of
 from sglang_basin.predictor.text import read_task
 from sglang_basin.predictor.training import TrainingSettings
 
-SMALL = TrainingSettings(forest=ForestSettings(trees=16, depth=4, candidates=6))
+SMALL = TrainingSettings(forest=ForestSettings(trees=16, depth=4))
 """A forest that is fitted in a moment."""
 
 

@@ -61,6 +61,7 @@ def test_sessions_are_logged_as_they_were_served(model, tmp_path):
     deployed.close()
     one, two, three = read_recorded(tmp_path / "log")
     assert one.calls == ((1000, 50), (1200, 0), (1500, 70))
+    assert one.pauses_s == (0.5, 0.5)
     assert (f"{one.kin:016x}", f"{one.task.fingerprint:016x}") == (LONG["kin"], LONG["task"])
     assert (two.calls, two.kin, two.task) == (((700, 10),), None, None)
     assert (three.calls, three.task) == (((400, 5),), None)

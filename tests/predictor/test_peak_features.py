@@ -29,6 +29,24 @@ def test_results_and_outputs_are_told_apart():
     assert got["kin_over_context"] == pytest.approx(9.0 - math.log(1600))
 
 
+def test_pauses_and_trends():
+    history = History()
+    prompt = 1000
+    for call, (output, pause_s) in enumerate(((20, 0.0), (20, 0.5), (20, 2.0), (2000, 40.0)), 1):
+        history.advance(call, prompt, pause_s)
+        history.advance(call, prompt + output, pause_s)
+        prompt += output + 300
+    got = row(history)
+    assert got["log_pause_last"] == got["log_pause_max"] == pytest.approx(math.log1p(400))
+    assert got["mean_log_pause"] == pytest.approx((math.log1p(5) + math.log1p(20) + math.log1p(400)) / 3)
+    assert got["mean_log_pause"] < got["log_pause_recent"] < got["log_pause_last"]
+    assert got["share_small_outputs"] == 0.75
+    assert got["share_large_outputs"] == 0.25
+    assert got["output_trend"] > 0.2
+    assert got["result_trend"] == pytest.approx(0.0)
+    assert got["spread_log_output"] > 1
+
+
 def test_same_numbers_again_change_nothing():
     history = History()
     assert history.advance(1, 1000)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_sessions import SMALL, made
+from sklearn.tree import ExtraTreeRegressor
 
 from sglang_basin.policy.prediction import SHARES
 from sglang_basin.predictor.baseline import Baseline
@@ -102,38 +103,72 @@ def test_forest_one_row_as_many():
     rng = np.random.default_rng(1)
     rows = rng.normal(size=(300, len(NAMES)))
     targets = rows[:, 0] + rng.normal(size=300) * 0.1
-    forest = fit_forest(rows, targets, np.ones(300), ForestSettings(trees=20, depth=5))
-    means, variances = forest.moments_of(rows)
+    stages = rng.integers(0, 3, size=300)
+    forest = fit_forest(rows, stages, targets, np.ones(300), 4, ForestSettings(trees=20, depth=5))
+    means, variances = forest.moments_of(rows, stages)
     for place in (0, 17, 299):
-        assert forest.moments(rows[place]) == pytest.approx((means[place], variances[place]))
+        assert forest.moments(rows[place], int(stages[place])) == pytest.approx((means[place], variances[place]))
     assert np.corrcoef(means, targets)[0, 1] > 0.8
     line = fit_line(rows, targets, np.ones(300))
     assert line.value(rows[5]) == pytest.approx(line.values_of(rows)[5])
 
 
+def test_trees_are_served_as_they_were_grown():
+    """Without smoothing a leaf's mean is the mean of the rows that scikit-learn's own trees put there."""
+    rng = np.random.default_rng(3)
+    rows = rng.normal(size=(400, 6)).astype(np.float32).astype(float)
+    targets = np.sin(3 * rows[:, 0]) + rows[:, 1] ** 2
+    settings = ForestSettings(trees=12, depth=6, smoothing=1e-9, leaf_rows=3)
+    forest = fit_forest(rows, np.zeros(400, int), targets, np.ones(400), 1, settings)
+    grown = [
+        ExtraTreeRegressor(max_depth=6, max_features=0.4, min_samples_leaf=3, random_state=1 + tree).fit(rows, targets)
+        for tree in range(12)
+    ]
+    expected = np.mean([tree.predict(rows) for tree in grown], axis=0)
+    assert forest.moments_of(rows, np.zeros(400, int))[0] == pytest.approx(expected)
+
+
+def test_a_stage_without_rows_borrows_from_its_neighbours():
+    rng = np.random.default_rng(3)
+    rows = rng.normal(size=(100, 3))
+    stages = np.repeat([0, 5], 50)
+    settings = ForestSettings(trees=4, depth=2, stage_rows=30)
+    forest = fit_forest(rows, stages, np.repeat([1.0, 3.0], 50), np.ones(100), 7, settings)
+    for stage_asked, mean in ((0, 1.0), (1, 1.0), (2, 1.0), (4, 3.0), (5, 3.0), (6, 3.0)):
+        assert forest.moments(rows[0], stage_asked)[0] == pytest.approx(mean, abs=0.01)
+    grown = forest.sums[0].reshape(7, -1).sum(axis=1)
+    assert grown[0] == pytest.approx(4 * 50, rel=0.1)  # neighbours shape a stage, they do not make it firmer
+    assert grown[6] < 0.01 * grown[5]
+
+
 @pytest.mark.parametrize("kind", ["forest", "line"])
 def test_what_is_learned_replaces_what_was_fitted(kind):
     rng = np.random.default_rng(2)
-    rows = rng.normal(size=(200, len(NAMES)))
+    rows, stages = rng.normal(size=(200, len(NAMES))), np.zeros(200, int)
     fitted = (
-        fit_forest(rows, rows[:, 0] * 0 + 1.0, np.ones(200), ForestSettings(trees=10, depth=3))
+        fit_forest(rows, stages, np.ones(200), np.ones(200), 1, ForestSettings(trees=10, depth=3)).scaled(0.5)
         if kind == "forest"
-        else fit_line(rows, np.ones(200), np.ones(200))
-    ).scaled(100.0)
+        else fit_line(rows, np.ones(200), np.ones(200)).scaled(100.0)
+    )
     for _ in range(400):
-        fitted.add(rng.normal(size=(4, len(NAMES))), np.full(4, 3.0), 0.5, 1 / 50)
-    means = fitted.moments_of(rows)[0] if kind == "forest" else fitted.values_of(rows)
+        more, reached = rng.normal(size=(4, len(NAMES))), np.full(4, 3.0)
+        if kind == "forest":
+            fitted.add(more, stages[:4], reached, 0.5, 1 / 50)
+        else:
+            fitted.add(more, reached, 0.5, 1 / 50)
+    means = fitted.moments_of(rows, stages)[0] if kind == "forest" else fitted.values_of(rows)
     assert means == pytest.approx(np.full(200, 3.0), abs=0.05)
 
 
 def test_a_forest_that_forgets_for_long_stays_finite():
     rng = np.random.default_rng(2)
-    rows = rng.normal(size=(50, len(NAMES)))
-    forest = fit_forest(rows, rows[:, 0], np.ones(50), ForestSettings(trees=4, depth=2))
-    for _ in range(1500):
-        forest.add(rows[:2], np.ones(2), 1.0, 1 / 10)
+    rows, stages = rng.normal(size=(50, len(NAMES))), np.zeros(50, int)
+    forest = fit_forest(rows, stages, rows[:, 0], np.ones(50), 1, ForestSettings(trees=4, depth=2))
+    for _ in range(9000):
+        forest.add(rows[:2], stages[:2], np.ones(2), 1.0, 1 / 10)
     assert np.isfinite(forest.sums).all()
-    assert np.isfinite(forest.moments_of(rows)[0]).all()
+    assert (forest.settled_sums()[0] > 0).all()
+    assert np.isfinite(forest.moments_of(rows, stages)[0]).all()
     assert forest.settled_sums()[0].max() < 1e3
 
 

@@ -16,7 +16,9 @@ def test_what_is_written_is_read(tmp_path):
     log, sessions = SessionLog(tmp_path / "log"), made(30)
     for session in sessions:
         log.append(Entry(session.calls, session.kin, session.task))
-    read = read_recorded(tmp_path / "log")
+    log.append(Entry(((10, 1), (20, 2), (30, 3)), pauses_s=(0.25, 7.0)))
+    *read, paused = read_recorded(tmp_path / "log")
+    assert paused.pauses_s == (0.25, 7.0)
     assert [(one.calls, one.kin, one.task) for one in read] == [(one.calls, one.kin, one.task) for one in sessions]
     assert all(one.text is None for one in read)
     fit_model(read)

@@ -1,7 +1,7 @@
 """The peak model: from what is known of a session to the quantiles of its peak, and from its end to a better model.
 
     row = features of the calls so far, the task's text score, how long this agent's sessions usually get
-    trend, line, forest    -> mean (weighted as was best out of fold) and spread of ln(peak / context)
+    trend, line, forest    -> mean (a mixture, weighted as has been best) and spread of ln(peak / context)
     runs of the same task  -> pull the mean towards what they reached, the more the surer they are
     calibration(stage)     -> quantiles: mean + spread · score, never below the present context
 
@@ -21,7 +21,7 @@ from sglang_basin.policy.prediction import SHARES
 from sglang_basin.predictor.features import NAMES, History
 from sglang_basin.predictor.forest import Forest
 from sglang_basin.predictor.line import Line
-from sglang_basin.predictor.online import Averages, Calibration, stage
+from sglang_basin.predictor.online import Averages, Calibration, Mixture, stage
 from sglang_basin.predictor.text import Task, TextScore
 
 MIN_VARIANCE = 1e-4
@@ -70,6 +70,8 @@ class Guess:
     mean: float
     spread: float
     """Of ln(peak / context)."""
+    parts: tuple[float, float, float]
+    """The means of trend, line and forest."""
 
 
 TREND_COLUMNS = tuple(NAMES.index(name) for name in ("log_context", "log_calls", "kin_over_context"))
@@ -85,14 +87,13 @@ class PeakModel:
         calibration: Calibration,
         text: TextScore | None = None,
         *,
-        shares: Sequence[float],
+        mixture: Mixture,
         log_peak: float,
         settings: OnlineSettings | None = None,
     ) -> None:
-        """`shares`: how much trend, line and forest count in the mean; they add up to 1. `log_peak`: the mean log peak
-        of the sessions fitted on."""
+        """`mixture`: of trend, line and forest. `log_peak`: the mean log peak of the sessions fitted on."""
         self.trend = trend
-        self.shares = (float(shares[0]), float(shares[1]), float(shares[2]))
+        self.mixture = mixture
         self.log_peak = log_peak
         self.settings = settings or OnlineSettings()
         self.line = line
@@ -115,7 +116,8 @@ class PeakModel:
         at_stage = stage(history.calls)
         of_forest, variance = self.forest.moments(values, at_stage)
         of_trend, of_line = self.trend.value(values), self.line.value(values)
-        mean = self.shares[0] * of_trend + self.shares[1] * of_line + self.shares[2] * of_forest
+        parts = (of_trend, of_line, of_forest)
+        mean = sum(share * part for share, part in zip(self.mixture.shares, parts, strict=True))
         variance += MIN_VARIANCE
         runs, reached = self.tasks.alone(subject.task)
         if runs > 0:
@@ -123,7 +125,7 @@ class PeakModel:
             further, of_task = above_zero(reached - row[0], of_task)
             mean += variance / (variance + of_task) * (further - mean)
             variance = min(variance, of_task) + MIN_VARIANCE
-        return Guess(values, at_stage, row[0], mean, math.sqrt(variance))
+        return Guess(values, at_stage, row[0], mean, math.sqrt(variance), parts)
 
     def quantiles(self, guess: Guess) -> tuple[tuple[float, float], ...]:
         """(share, tokens), ascending in both."""
@@ -146,6 +148,7 @@ class PeakModel:
             for part in (self.trend, self.line):
                 part.add(rows, reached, weight, forget)
             self.forest.add(rows, stages, reached, weight, forget)
+            self.mixture.learn(reached[:, None] - np.array([guess.parts for guess in guesses]), weight, forget)
         self.tasks.learn(subject.task, log_peak)
         self.kins.learn(subject.kin, log_peak)
 

@@ -26,7 +26,7 @@ from sglang_basin.predictor.features import NAMES
 from sglang_basin.predictor.forest import MAX_DEPTH, MAX_TREES, Forest
 from sglang_basin.predictor.line import Line
 from sglang_basin.predictor.model import TREND_COLUMNS, OnlineSettings, PeakModel
-from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Calibration, ascending
+from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Calibration, Mixture, ascending
 from sglang_basin.predictor.text import BUCKETS, TextScore
 
 FORMAT = "sglang-basin peak model"
@@ -43,9 +43,6 @@ class ModelFileError(ValueError):
     """A model file that cannot be used; the message names the file and the mend."""
 
 
-_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-
-
 class _Header(msgspec.Struct, frozen=True):
     format: str
     version: int
@@ -53,7 +50,6 @@ class _Header(msgspec.Struct, frozen=True):
     shares: list[float]
     first_calls: list[int]
     text_buckets: int
-    part_shares: tuple[_Share, _Share, _Share]
     log_peak: Annotated[float, msgspec.Meta(ge=0, le=30)]
     kins: dict[str, Any]
     fitted_on: dict[str, int]
@@ -80,7 +76,6 @@ def save_model(model: PeakModel, path: Path, *, fitted_on: dict[str, int]) -> No
         shares=list(SHARES),
         first_calls=list(FIRST_CALLS),
         text_buckets=BUCKETS,
-        part_shares=model.shares,
         log_peak=model.log_peak,
         kins=model.kins.as_lists(KEPT_KEYS),
         fitted_on=fitted_on,
@@ -93,6 +88,7 @@ def save_model(model: PeakModel, path: Path, *, fitted_on: dict[str, int]) -> No
         "thresholds": model.forest.thresholds.astype(np.float32),
         "sums": model.forest.settled_sums().astype(np.float32),
         "scores": model.calibration.as_array(),
+        "mixture": model.mixture.products,
     }
     if model.text is not None:
         arrays["idf"] = np.array(model.text.idf, np.float32)
@@ -177,6 +173,7 @@ def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakMode
     scores = _array(archive, "scores", np.dtype(np.float64), (STAGES, len(SHARES)))
     if not all(ascending(row) for row in scores.tolist()):
         raise ValueError("scores: must ascend")
+    products = _array(archive, "mixture", np.dtype(np.float64), (3, 3))
     text = None
     if "idf.npy" in archive.namelist():
         idf = _array(archive, "idf", np.dtype(np.float32), (BUCKETS,))
@@ -188,7 +185,7 @@ def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakMode
         Forest(questions, thresholds, sums),
         Calibration(scores, online.calibration_step),
         text,
-        shares=header.part_shares,
+        mixture=Mixture(products),
         log_peak=header.log_peak,
         settings=online,
     )

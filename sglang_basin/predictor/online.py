@@ -110,6 +110,31 @@ def _pair(values: Sequence[float]) -> tuple[float, float]:
     return weight, mean
 
 
+class Mixture:
+    """How much each of several predictions counts in their weighted mean: the shares, all ≥ 0 and 1 together, of least
+    squared error among tenths. Kept as the sums of the errors' products, so that the shares follow a deployment where
+    another part turns out the better one."""
+
+    STEPS = 10
+
+    def __init__(self, products: npt.NDArray[Any]) -> None:
+        """`products`: (parts, parts), weighted sums of error · error over past predictions."""
+        self.products = np.array(products, dtype=np.float64)
+        parts = len(self.products)
+        tenths = itertools.product(range(self.STEPS + 1), repeat=parts)
+        self._choices = np.array([one for one in tenths if sum(one) == self.STEPS]) / self.STEPS
+        self._choose()
+
+    def _choose(self) -> None:
+        losses = ((self._choices @ self.products) * self._choices).sum(axis=1)
+        self.shares: tuple[float, ...] = tuple(self._choices[int(losses.argmin())].tolist())
+
+    def learn(self, errors: npt.NDArray[Any], weight: float, forget: float) -> None:
+        """`errors`: (predictions, parts), each with `weight`; what was there before counts (1 - forget) as much."""
+        self.products = (1.0 - forget) * self.products + weight * (errors.T @ errors)
+        self._choose()
+
+
 class Calibration:
     """Standard scores of the quantiles, by stage: score[stage][share], ascending in the shares.
 

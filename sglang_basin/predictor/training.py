@@ -16,7 +16,7 @@ from sglang_basin.predictor.features import History
 from sglang_basin.predictor.forest import Floats, Forest, ForestSettings, fit_forest
 from sglang_basin.predictor.line import Line, fit_line
 from sglang_basin.predictor.model import MIN_VARIANCE, TREND_COLUMNS, OnlineSettings, PeakModel, row_weight
-from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Averages, Calibration, fit_scores, stage
+from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Averages, Calibration, Mixture, fit_scores, stage
 from sglang_basin.predictor.recorded import Recorded
 from sglang_basin.predictor.text import BUCKETS, Task, TextScore
 
@@ -91,18 +91,19 @@ def fit_model(sessions: Sequence[Recorded], settings: TrainingSettings | None = 
         of_forest, held_variance[held] = forest.moments_of(rows.values[held], rows.stages[held])
         values = rows.values[held]
         held_means[held] = np.column_stack([trend.values_of(values), line.values_of(values), of_forest])
-    shares = best_shares(held_means, rows.targets, rows.weights)
-    errors = (rows.targets - held_means @ shares) / np.sqrt(held_variance + MIN_VARIANCE)
-    firmness = min(1.0, settings.weight_sessions / len(sessions))
-    weight = _online_weight(sessions) * firmness
+    weight = _online_weight(sessions) * min(1.0, settings.weight_sessions / len(sessions))
+    firmness = weight / float(rows.weights.sum())
+    apart = rows.targets[:, None] - held_means
+    mixture = Mixture(firmness * (apart.T @ (rows.weights[:, None] * apart)))
+    errors = (apart @ mixture.shares) / np.sqrt(held_variance + MIN_VARIANCE)
     trend, line, forest = _fit(rows, np.ones(len(errors), bool), settings)
     model = PeakModel(
         trend.scaled(weight),
         line.scaled(weight),
-        forest.scaled(weight / float(rows.weights.sum())),
+        forest.scaled(firmness),
         Calibration(fit_scores(rows.stages, errors, rows.weights, rows.groups), settings.online.calibration_step),
         rows.text,
-        shares=shares.tolist(),
+        mixture=mixture,
         log_peak=float(rows.log_peaks.mean()),
         settings=settings.online,
     )
@@ -110,18 +111,6 @@ def fit_model(sessions: Sequence[Recorded], settings: TrainingSettings | None = 
     for session, log_peak in zip(sessions, rows.log_peaks, strict=True):
         model.tasks.learn(session.task.fingerprint if session.task is not None else None, float(log_peak))
     return model
-
-
-def best_shares(means: Floats, targets: Floats, weights: Floats, steps: int = 10) -> Floats:
-    """How much each part's prediction (a column) should count: the mix of least squared error out of fold."""
-    best, chosen = math.inf, np.zeros(3)
-    for first in range(steps + 1):
-        for second in range(steps + 1 - first):
-            shares = np.array([first, second, steps - first - second]) / steps
-            loss = float(weights @ (targets - means @ shares) ** 2)
-            if loss < best:
-                best, chosen = loss, shares
-    return chosen
 
 
 def _online_weight(sessions: Sequence[Recorded]) -> float:

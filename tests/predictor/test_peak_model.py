@@ -16,7 +16,7 @@ from sglang_basin.predictor.fitted import Frozen
 from sglang_basin.predictor.forest import ForestSettings, fit_forest
 from sglang_basin.predictor.line import fit_line
 from sglang_basin.predictor.model import Subject, above_zero
-from sglang_basin.predictor.online import FIRST_CALLS, Averages, Calibration, stage
+from sglang_basin.predictor.online import FIRST_CALLS, Averages, Calibration, Mixture, stage
 from sglang_basin.predictor.training import fit_model
 
 
@@ -137,7 +137,7 @@ def test_a_stage_without_rows_borrows_from_its_neighbours():
     for stage_asked, mean in ((0, 1.0), (1, 1.0), (2, 1.0), (4, 3.0), (5, 3.0), (6, 3.0)):
         assert forest.moments(rows[0], stage_asked)[0] == pytest.approx(mean, abs=0.01)
     grown = forest.sums[0].reshape(7, -1).sum(axis=1)
-    assert grown[0] == pytest.approx(4 * 50, rel=0.1)  # neighbours shape a stage, they do not make it firmer
+    assert grown[0] == pytest.approx(4 * 50, rel=0.2)  # neighbours shape a stage, they do not make it firmer
     assert grown[6] < 0.01 * grown[5]
 
 
@@ -185,6 +185,18 @@ def test_calibration_finds_its_coverage_after_a_jump():
         calibration.learn(3, error)
     for share in SHARES:
         assert below[share] / 2000 == pytest.approx(share, abs=0.04)
+
+
+def test_a_mixture_turns_to_the_better_part():
+    rng = np.random.default_rng(1)
+    noise = rng.normal(size=(300, 3)) * (0.1, 1.0, 1.0)
+    mixture = Mixture(noise.T @ noise)
+    assert mixture.shares[0] >= 0.9
+    for _ in range(300):
+        mixture.learn(rng.normal(size=(1, 3)) * (2.0, 0.2, 0.2), 1.0, 1 / 50)
+    assert mixture.shares[0] == 0.0
+    assert mixture.shares[1] == pytest.approx(0.5, abs=0.2)
+    assert sum(mixture.shares) == pytest.approx(1.0)
 
 
 def test_averages_forget_the_least_recent():

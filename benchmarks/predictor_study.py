@@ -59,7 +59,7 @@ class Study:
 def study(name: str, sessions: list[Recorded], *, quick: bool, most_folds: int) -> Study:
     """Few groups, many folds: otherwise the folds' differing means, which always lean against the held-out tasks,
     hide the order of sessions across folds."""
-    folds = min(most_folds if len(sessions) < 200 else 6, most_folds, len({session.group for session in sessions}))
+    folds = min(most_folds if len(sessions) < 200 else 5, most_folds, len({session.group for session in sessions}))
     found = Study({}, {}, [], [])
 
     def run(label: str, sessions: list[Recorded], method: Method, *, grouped: bool = True, share: float = 1.0) -> None:

@@ -46,6 +46,7 @@ def halves_of(trace: str, scaling: Scaling) -> Halves:
         session.trace_id: dataclasses.replace(
             recorded[session.trace_id],
             calls=tuple((call.prompt_tokens, call.output_tokens) for call in session.calls),
+            pauses_s=tuple(call.tool_s for call in session.calls[:-1]),
         )
         for session in scale_trace(traced, scaling)
     }

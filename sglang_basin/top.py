@@ -125,7 +125,7 @@ def _state(state: Status, sessions: int) -> list[RenderableType]:
     else:
         parts.append(Text(f"held calls {state.held_calls}   sessions inside {state.entered_sessions}"))
         if state.cache is not None:
-            parts.append(Text(_cache(state.cache)))
+            parts.append(Text(f"KV pool {_cache(state.cache)}"))
     if state.control is not None:
         parts.append(Text(_control(state.control)))
     parts.append(Text(_counts("decisions", state.decisions)))
@@ -176,8 +176,8 @@ def _cache(cache: CacheFigures) -> str:
 
 
 def _hits(cache: CacheFigures) -> str:
-    hit = "no calls in the last minute" if cache.hit_ratio is None else f"{cache.hit_ratio:.2f}"
-    return f"{hit} (while all is well {cache.high_hit_ratio:.2f})"
+    hit = "none: no calls" if cache.hit_ratio is None else f"{cache.hit_ratio:.2f}"
+    return f"{hit}, while all is well {cache.high_hit_ratio:.2f}"
 
 
 def _hit_bar(cache: CacheFigures) -> Bar:

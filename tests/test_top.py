@@ -123,7 +123,7 @@ def test_one_look_shows_door_cache_control_and_the_largest_sessions() -> None:
         "9.0K of 10.0K (contexts add up to 12.0K)",
         "11.0K of 10.0K",
         "50% of 16.0K",
-        "0.91 (while all is well 0.95)",
+        "0.91, while all is well 0.95",
         "12 live, 3 waiting, the first for 42 s (calls held: 2, clients away: 1)",
         "2 peers, last heard 2 to 2 s ago, 1 never heard, 4 unanswered, dropped: garbage 5",
         "admit/fits 7, queue/no_headroom 3",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import anthropic
 import openai
 import pytest
 import requests
-from calls import FULL, SMALL, close, generate, new_session, prompt
+from calls import FULL, SMALL, at_rest, close, generate, new_session, prompt
 from stack import BUDGET_TOKENS, HOLD_LIMIT_S, LOGS, POOL_TOKENS, Stack
 
 from sglang_basin import status
@@ -25,15 +26,25 @@ CHAT = [{"role": "user", "content": "Where does the water go?"}]
 ENDPOINTS = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 
 
-def call_body(endpoint: str, session: str) -> dict[str, Any]:
-    named = {"session_id": session, "model": "tiny"}
+def call_body(endpoint: str, session: str, model: str) -> dict[str, Any]:
+    named = {"session_id": session, "model": model}
     return {
         "/generate": {"input_ids": prompt(SMALL, 70), "sampling_params": {"max_new_tokens": 2}, "session_id": session},
         "/v1/chat/completions": {**named, "messages": CHAT, "max_tokens": 2},
         "/v1/completions": {**named, "prompt": "Where does the water go?", "max_tokens": 2},
         "/v1/messages": {**named, "messages": CHAT, "max_tokens": 2},
-        "/v1/responses": {**named, "input": "Where does the water go?", "max_output_tokens": 2, "store": False},
+        "/v1/responses": {
+            "prompt_cache_key": session,  # the router lets no session_id through on this one
+            "model": model,
+            "input": "Where does the water go?",
+            "max_output_tokens": 2,
+            "store": False,
+        },
     }[endpoint]
+
+
+def model_of(stack: Stack) -> str:
+    return requests.get(stack.url + "/v1/models", timeout=20).json()["data"][0]["id"]
 
 
 def leg(stack: Stack, room: int) -> dict[str, Any]:
@@ -63,79 +74,97 @@ def message_of(endpoint: str, body: dict[str, Any]) -> str:
     return body["error"]["message"]
 
 
-@pytest.mark.stack
-def test_a_refused_call_is_a_503_with_advice_on_every_endpoint_streaming_or_not(empty: Stack) -> None:
-    cases = [(endpoint, stream) for endpoint in ENDPOINTS for stream in (False, True)]
-    sessions = [new_session() for _ in cases]
-    counted = 'sglang:http_responses_total{endpoint="/generate",method="POST",status_code="503"}'
-
-    def directly(number: int) -> requests.Response:
-        endpoint, stream = cases[number]
-        body = {**call_body(endpoint, sessions[number]), **leg(empty, 4_000_000 + number), "stream": stream}
-        return requests.post(empty.prefill_url + endpoint, json=body, timeout=60)
-
-    with full(empty), concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
-        answers = list(pool.map(directly, range(len(cases))))
-        for session in sessions:
-            close(empty, session)
-    for (endpoint, stream), answer in zip(cases, answers, strict=True):
-        where = f"{endpoint} stream={stream}: {answer.status_code} {answer.text[:300]}"
-        assert answer.status_code == 503, where
-        assert 1 <= int(answer.headers["retry-after"]) <= 60, where
-        assert answer.headers["x-should-retry"] == "true", where
-        assert answer.headers["content-type"] == "application/json", where
-        assert "could not be admitted in time" in message_of(endpoint, answer.json()), where
-    assert empty.metric("prefill", "basin_http_refusals_total") >= len(cases)
-    assert counted in requests.get(empty.prefill_url + "/metrics", timeout=20).text, "SGLang counts what the client got"
+CASES = [(endpoint, stream) for endpoint in ENDPOINTS for stream in (False, True)]
 
 
-@pytest.mark.stack
-def test_through_the_router_it_is_a_503_too_but_the_advice_is_only_in_the_text(empty: Stack) -> None:
-    """The router answers for the engines in words of its own; that streams are refused before their 200 is ours."""
-    cases = [(endpoint, stream) for endpoint in ENDPOINTS for stream in (False, True)]
-    sessions = [new_session() for _ in cases]
+@dataclass(frozen=True)
+class Refused:
+    """Calls that were all refused at once: answers by `CASES`, from prefill itself and from the router; and what the
+    SDKs raised."""
 
-    def routed(number: int) -> requests.Response:
-        endpoint, stream = cases[number]
-        body = {**call_body(endpoint, sessions[number]), "stream": stream}
-        body["model"] = empty_model
-        return requests.post(empty.url + endpoint, json=body, timeout=60)
-
-    (model,) = requests.get(empty.url + "/v1/models", timeout=20).json()["data"]
-    empty_model = model["id"]
-    with full(empty), concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
-        answers = list(pool.map(routed, range(len(cases))))
-        for session in sessions:
-            close(empty, session)
-    for (endpoint, stream), answer in zip(cases, answers, strict=True):
-        where = f"{endpoint} stream={stream}: {answer.status_code} {answer.text[:300]}"
-        assert answer.status_code == 503, where
-        assert "Retry after" in answer.text, where
+    direct: list[requests.Response]
+    routed: list[requests.Response]
+    openai: BaseException | None
+    anthropic: BaseException | None
 
 
-@pytest.mark.stack
-def test_the_sdks_read_the_refusal_and_would_retry_when_advised(empty: Stack) -> None:
-    url = empty.prefill_url
-    extra = [{"session_id": new_session(), **leg(empty, 4_100_000 + number)} for number in range(2)]
-    theirs = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-    other = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+@pytest.fixture(scope="module")
+def refused(basin: Stack) -> Refused:
+    basin.until(lambda: at_rest(basin), "the stack at rest before the calls", 60)
+    model = model_of(basin)
+    sessions = [new_session() for _ in range(2 * len(CASES) + 2)]
+
+    def call(number: int) -> requests.Response:
+        endpoint, stream = CASES[number % len(CASES)]
+        body = {**call_body(endpoint, sessions[number], model), "stream": stream}
+        directly = number < len(CASES)
+        url = basin.prefill_url if directly else basin.url
+        return requests.post(
+            url + endpoint, json={**body, **leg(basin, 4_000_000 + number)} if directly else body, timeout=60
+        )
+
+    def extra(number: int) -> dict[str, Any]:
+        return {"session_id": sessions[number], **leg(basin, 4_000_000 + number)}
 
     def chat() -> Any:
-        return theirs.chat.completions.create(model="tiny", messages=CHAT, stream=True, extra_body=extra[0])
+        client = openai.OpenAI(base_url=basin.prefill_url + "/v1", api_key="none", max_retries=0)
+        return client.chat.completions.create(model=model, messages=CHAT, stream=True, extra_body=extra(-1))
 
     def message() -> Any:
-        return other.messages.create(model="tiny", messages=CHAT, max_tokens=2, stream=True, extra_body=extra[1])
+        client = anthropic.Anthropic(base_url=basin.prefill_url, api_key="none", max_retries=0)
+        return client.messages.create(model=model, messages=CHAT, max_tokens=2, stream=True, extra_body=extra(-2))
 
-    with full(empty), concurrent.futures.ThreadPoolExecutor() as pool:
-        failures = [job.exception(timeout=60) for job in (pool.submit(chat), pool.submit(message))]
-        for one in extra:
-            close(empty, one["session_id"])
-    for client, failure in zip((theirs, other), failures, strict=True):
+    with concurrent.futures.ThreadPoolExecutor(len(sessions)) as pool, full(basin):
+        sdks = [pool.submit(chat), pool.submit(message)]
+        answers = list(pool.map(call, range(2 * len(CASES))))
+        raised = [job.exception(timeout=60) for job in sdks]
+        for session in sessions:
+            close(basin, session)
+    return Refused(answers[: len(CASES)], answers[len(CASES) :], *raised)
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: f"{CASES[number][0]}-{CASES[number][1]}")
+def test_a_refused_call_is_a_503_with_advice_on_every_endpoint_streaming_or_not(refused: Refused, number: int) -> None:
+    endpoint, answer = CASES[number][0], refused.direct[number]
+    assert answer.status_code == 503, answer.text
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert answer.headers["x-should-retry"] == "true"
+    assert answer.headers["content-type"] == "application/json"
+    message = message_of(endpoint, answer.json())
+    assert "could not be admitted in time" in message
+    assert f"Retry after {answer.headers['retry-after']} s" in message
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: f"{CASES[number][0]}-{CASES[number][1]}")
+def test_the_router_answers_503_in_words_of_its_own_with_the_advice_in_the_text(refused: Refused, number: int) -> None:
+    answer = refused.routed[number]
+    assert answer.status_code == 503, answer.text
+    assert "Retry after" in answer.text
+
+
+@pytest.mark.stack
+def test_the_sdks_read_the_refusal_and_would_retry_when_advised(refused: Refused) -> None:
+    for client, failure in (
+        (openai.OpenAI(api_key="none"), refused.openai),
+        (anthropic.Anthropic(api_key="none"), refused.anthropic),
+    ):
         assert isinstance(failure, openai.InternalServerError | anthropic.InternalServerError), failure
         assert failure.status_code == 503
         assert "could not be admitted in time" in str(failure)
         assert client._should_retry(failure.response)
-        assert client._parse_retry_after_header(failure.response.headers) == 30.0
+        advice_s = client._parse_retry_after_header(failure.response.headers)
+        assert advice_s is not None
+        assert 1 <= advice_s <= 60
+
+
+@pytest.mark.stack
+def test_sglang_counts_what_the_client_got(refused: Refused, basin: Stack) -> None:
+    """The middleware sits inside SGLang's own: its count by status says 503 where it used to say 200."""
+    counted = basin.metric("prefill", "sglang:http_responses_total", endpoint="/generate", status_code="503")
+    assert counted >= 2
+    assert basin.metric("prefill", "basin_http_refusals_total") >= len(CASES) + 2
 
 
 @pytest.mark.stack
@@ -148,7 +177,7 @@ def test_status_tells_who_is_inside_who_waits_and_how_the_engine_does(empty: Sta
         (one,) = status.decode_report(answer.content).states
         return one
 
-    with full(empty), concurrent.futures.ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor() as pool, full(empty):
         held = pool.submit(generate, empty, waiting, prompt(SMALL, 72), ends=True)
         empty.until(lambda: state(empty.decode_url).held_calls == 1, "held on decode")
         prefill, decode = state(empty.prefill_url), state(empty.decode_url)
@@ -198,7 +227,7 @@ def test_the_router_and_stock_sglang_have_no_status(empty: Stack, stock: Stack) 
 @pytest.mark.stack
 def test_the_decision_log_tells_a_sessions_way_through_the_door(empty: Stack) -> None:
     waiting = new_session()
-    with full(empty), concurrent.futures.ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor() as pool, full(empty):
         held = pool.submit(generate, empty, waiting, prompt(SMALL, 73))
         empty.until(lambda: empty.metric("prefill", "basin_held_calls") == 1, "held on prefill")
     assert held.result(timeout=30).ok

@@ -25,6 +25,7 @@ SHOW_EVERY_S = 1.0
 """How often gauges are written."""
 
 _seen_faults: set[str] = set()
+_shown_failures: dict[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,18 @@ def show_prediction(session: Session) -> None:
         if predicted is not None and session.peak_tokens > 0:
             error = math.log(max(1.0, predicted.at(0.5)) / session.peak_tokens)
             metrics().peak_log_error.labels(call).observe(error)
+
+
+def show_failures(part: str, total: int, last: str | None) -> None:
+    """A part counts its own failures, `total` so far: count the new ones as faults, log the first with what it said."""
+    new = total - _shown_failures.get(part, 0)
+    if new <= 0:
+        return
+    _shown_failures[part] = total
+    metrics().faults.labels(part).inc(new)
+    if part not in _seen_faults:
+        _seen_faults.add(part)
+        log.error("Basin: %s failed: %s (further ones are only counted, in basin_faults_total)", part, last)
 
 
 def fault(part: str, message: str) -> None:

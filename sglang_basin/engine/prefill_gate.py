@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from sglang_basin.engine.metrics import (
     show_cache,
     show_control,
     show_door,
+    show_failures,
     show_prediction,
 )
 from sglang_basin.engine.priorities import PriorityClock
@@ -67,6 +69,13 @@ REMEMBER_FOR_S = 60.0
 patience is shorter."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    request: TokenizedGenerateReqInput
+    session_id: str | None
+    """As its client named it, or as its prompt told."""
+
+
 class PrefillGate:
     """Holds calls of sessions that may not enter yet. One per prefill instance (or unified server), on rank 0."""
 
@@ -95,7 +104,7 @@ class PrefillGate:
         self._turn = Turn()
         self._clock = clock
         self._priorities = PriorityClock(clock)
-        self._held: dict[str, TokenizedGenerateReqInput] = {}  # by call id
+        self._held: dict[str, _Held] = {}  # by call id
         self._inside: dict[str, str] = {}  # rid of a call inside SGLang -> its call id
         self._askers: dict[str, bytes] = {}  # held call's id -> the decode gate that waits for its verdict
         self._early: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # asked about before its own leg came
@@ -185,7 +194,7 @@ class PrefillGate:
             status.control = self._control_figures(self.control.address, now_s)
 
     def let_go(self) -> list[Any]:
-        held = [*self._held.values(), *self._turn.rest()]
+        held = [*(held.request for held in self._held.values()), *self._turn.rest()]
         self._held.clear()
         if self.control is not None:
             self.control.close()
@@ -230,12 +239,12 @@ class PrefillGate:
         if (early := self._early.pop(call, None)) is not None:
             self._askers[call] = early[0]
         if isinstance(decision, Queue):
-            self._held[call] = request
+            self._held[call] = _Held(request, session_id)
             log.info("Basin holds a call of session %r: %s", session_id, decision)
             if early is not None:
                 self._send(early[0], messages.Wait(int(call)))
         elif isinstance(decision, Refuse):
-            self._held[call] = request
+            self._held[call] = _Held(request, session_id)
             self._turn_away(decision, now_s)
         else:
             self._enter(call, request, now_s, track=session_id is not None)
@@ -260,20 +269,20 @@ class PrefillGate:
             self._by_prompt.left(call, self.door.session_of(call), answered=answered)
 
     def _abort(self, abort: Any, now_s: float) -> None:
-        for call, request in [item for item in self._held.items() if aborts(abort, item[1].rid)]:
+        for call, held in [item for item in self._held.items() if aborts(abort, item[1].request.rid)]:
             self._forget_held(call)
-            drop(self._answer, request)
+            drop(self._answer, held.request)
             self.door.abandon(call, now_s)
             self._tell_turned(call, Reason.CLIENT_LEFT, 0.0, now_s)
 
     def _conclude(self, outcome: Outcome, now_s: float) -> None:
         """A wait at the door has ended: tell both legs."""
         call = outcome.call_id
-        if (request := self._held.get(call)) is not None:
-            self._note(outcome, request, stamp_of(request).session_id)
+        if (held := self._held.get(call)) is not None:
+            self._note(outcome, held.request, held.session_id)
         if isinstance(outcome, Admit):
             metrics().door_wait.observe(outcome.waited_s)
-            self._enter(call, self._held.pop(call), now_s)
+            self._enter(call, self._held.pop(call).request, now_s)
         else:
             self._turn_away(outcome, now_s)
 
@@ -293,10 +302,12 @@ class PrefillGate:
         _remember(self._verdicts, call, (verdict, now_s))
 
     def _forget_held(self, call: str) -> TokenizedGenerateReqInput | None:
-        request = self._held.pop(call, None)
-        if request is not None and request.bootstrap_room is not None:
-            self._dropped_rooms.append(request.bootstrap_room)
-        return request
+        held = self._held.pop(call, None)
+        if held is None:
+            return None
+        if held.request.bootstrap_room is not None:
+            self._dropped_rooms.append(held.request.bootstrap_room)
+        return held.request
 
     # How decode gates are heard and told.
 
@@ -371,6 +382,10 @@ class PrefillGate:
         show_door(self.door.state())
         if self.control is not None:
             show_control(self._control_figures(self.control.address, now_s))
+        if self._predictor is not None:
+            show_failures("predictor", self._predictor.counts.failures, self._predictor.last_failure)
+            if self._predictor.log is not None:
+                show_failures("session_log", self._predictor.log.lost, self._predictor.log.last_failure)
         for kept in (self._early, self._verdicts):
             while kept and now_s - next(iter(kept.values()))[1] > REMEMBER_FOR_S:
                 kept.popitem(last=False)

@@ -6,10 +6,12 @@ The requests are SGLang's own message types; the scheduler is not there, so answ
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,7 @@ from sglang_basin.config import ConfigError
 from sglang_basin.engine import decode_gate, gate, messages
 from sglang_basin.engine.answers import Answer
 from sglang_basin.engine.control import ControlError, DecodeEnd, PrefillEnd, address
+from sglang_basin.engine.decision_log import DecisionLog
 from sglang_basin.engine.decode_gate import DecodeGate
 from sglang_basin.engine.door import recording
 from sglang_basin.engine.finals import FinalAnswers
@@ -39,6 +42,7 @@ from sglang_basin.policy.interface import EngineView
 from sglang_basin.policy.priority import SizeAwareOrder
 from sglang_basin.policy.recording import RecordedDoor
 from sglang_basin.policy.reservation import CurrentContext
+from sglang_basin.predictor.deployed import DeployedPredictor
 
 HOST = "127.0.0.1"
 OFFSET = 7
@@ -607,3 +611,28 @@ def test_what_decode_can_lend_reaches_the_budget_and_leaves_it_when_decode_falls
     budget_becomes(1_200)
     pair.decode._lendable = None
     budget_becomes(1_000)
+
+
+def test_the_decision_log_names_a_session_by_its_prompt_when_it_waits_and_when_it_enters(
+    inferring: Pair, tmp_path: Path
+) -> None:
+    inferring.prefill._decision_log = DecisionLog(tmp_path / "log")
+    inferring.enter("a", 1, 101)
+    inferring.until(lambda p, d: len(inferring.prefill._held) == 1, **inferring.unnamed(2, SYSTEM))
+    inferring.until(lambda p, d: len(p) == 2 and len(d) == 1, prefill=[CloseSessionReqInput(session_id="a")])
+    inferring.prefill._decision_log.close()
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()[1:]]
+    assert [(line["call"], line["decision"]) for line in lines] == [("1", "admit"), ("2", "queue"), ("2", "admit")]
+    assert lines[1]["session"] == lines[2]["session"] != lines[0]["session"]
+    assert lines[1]["session"] is not None
+
+
+def test_a_predictors_failures_are_faults_counted_once(pair: Pair) -> None:
+    predictor = DeployedPredictor(None)
+    pair.prefill._predictor = predictor
+    before = metrics().faults.labels("predictor")._value.get()
+    predictor.counts.failures += 3
+    for now_s in (10.0, 20.0):
+        pair.clock.now_s = now_s
+        pair.prefill.pass_on([])
+    assert metrics().faults.labels("predictor")._value.get() == before + 3

@@ -2,6 +2,7 @@
 
     make demo                                     # about 14 minutes on two cores
     .venv/bin/python benchmarks/surge_demo.py --seed 2
+    .venv/bin/python benchmarks/surge_demo.py --arms current,partial,peak     # Basin's admission laws beside each other
 
 A real node runs (one prefill, two decodes, the router, Mooncake over TCP) on the reference CPU platform with a tiny
 random model. Sessions of the shipped `claude_code_kvtester` trace, scaled down, arrive at a steady pace that the node
@@ -21,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Demo, BasinConfig | 
     )
     parser.add_argument("--seed", type=int, default=1, help="of sessions, arrivals and prompts (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where results go (default: out/demo)")
-    parser.add_argument("--arms", default="stock,basin", help="which arms, in order (default: stock,basin)")
+    parser.add_argument(
+        "--arms",
+        default="stock,basin",
+        help="which arms, in order: stock, basin, or an admission law for Basin with that one (default: stock,basin)",
+    )
     for name in ("rate_per_min", "surge_extra", "duration_s", "tail_s"):
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=float, default=getattr(demo, name), help=f"(default: {getattr(demo, name):g})")
@@ -211,10 +216,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         console.print(f"surge_demo: {error}")
         return 2
-    arms: dict[str, Callable[[], BasinConfig | None]] = {
-        "stock": lambda: None,
-        "basin": lambda: config or demo.basin(),
-    }
+    basin = config or demo.basin()
+    arms: dict[str, BasinConfig | None] = {"stock": None, "basin": basin}
+    arms |= {law: dataclasses.replace(basin, admission=law) for law in ("current", "partial", "peak")}
     wanted = options.arms.split(",")
     if unknown := [name for name in wanted if name not in arms]:
         console.print(f"surge_demo: --arms: unknown {unknown[0]!r}, choose from {', '.join(arms)}")
@@ -227,7 +231,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         for name in wanted:
             console.print(f"[bold]{name}[/bold]: starting one prefill, {demo.decodes} decodes and the router")
-            with demo_node(demo, arms[name](), options.out / "logs" / name, console) as node:
+            with demo_node(demo, arms[name], options.out / "logs" / name, console) as node:
                 if times is None:
                     times = asyncio.run(measure(demo, node, options.seed, settings, console))
                     console.print(f"  {times.describe()}")
@@ -241,7 +245,6 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
     summaries = {name: summarize(result, target=demo.target) for name, result in results.items()}
-    basin = config or demo.basin()
     more: dict[str, Any] = {
         "seed": options.seed,
         "command": " ".join(["benchmarks/surge_demo.py", *argv]),

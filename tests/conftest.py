@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from calls import at_rest
-from stack import BUDGET_TOKENS, HOLD_LIMIT_S, IDLE_TIMEOUT_S, LOGS, TICKET_GRACE_S, Stack, running
+from stack import BUDGET_TOKENS, FINAL_GRACE_S, HOLD_LIMIT_S, IDLE_TIMEOUT_S, LOGS, TICKET_GRACE_S, Stack, running
 
 from sglang_basin.config import BasinConfig
 
@@ -19,6 +19,7 @@ def basin() -> Iterator[Stack]:
         idle_timeout_s=IDLE_TIMEOUT_S,
         hold_limit_s=HOLD_LIMIT_S,
         ticket_grace_s=TICKET_GRACE_S,
+        final_grace_s=FINAL_GRACE_S,
         decision_log=str(LOGS / "basin" / "decisions.jsonl"),
     )
     with running("basin", config) as stack:

@@ -26,11 +26,12 @@ MAX_RUNNING = 12
 IDLE_TIMEOUT_S = 20.0
 HOLD_LIMIT_S = 12.0
 TICKET_GRACE_S = 4.0
+FINAL_GRACE_S = 2.0
 
 MODEL = ModelSpec(hidden=128, layers=2, vocab=2048, dtype="float32", seed=7)
 ENGINE_ARGUMENTS = (
     *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING)),
-    *("--page-size", "16", "--enable-metrics"),
+    *("--page-size", "16", "--enable-metrics", "--tool-call-parser", "qwen"),
 )
 LOGS = Path(__file__).parent.parent / "out" / "test-logs"
 

@@ -11,7 +11,7 @@ import pytest
 import requests
 import zmq
 from calls import FULL, SMALL, chunks, close, generate, new_session, prompt
-from stack import HOLD_LIMIT_S, POOL_TOKENS, Stack
+from stack import FINAL_GRACE_S, HOLD_LIMIT_S, POOL_TOKENS, Stack
 
 pytestmark = pytest.mark.stack
 
@@ -126,6 +126,30 @@ def test_a_call_held_too_long_is_refused_on_both_legs(empty: Stack, stream: bool
         assert refused.status_code == 503
     assert HOLD_LIMIT_S - 1 < waited_s < HOLD_LIMIT_S + 5
     close(empty, first)
+
+
+@pytest.mark.parametrize(("offered", "stops"), [(True, True), (True, False), (False, True)])
+def test_a_session_ends_soon_after_its_final_answer(empty: Stack, offered: bool, stops: bool) -> None:
+    """Final is an answer that the model ended by itself, without calling one of the tools it was offered."""
+    (model,) = requests.get(empty.url + "/v1/models", timeout=20).json()["data"]
+    tool = {"type": "function", "function": {"name": "ls", "parameters": {"type": "object", "properties": {}}}}
+    body = {
+        "model": model["id"],
+        "messages": [{"role": "user", "content": "Are we there yet?"}],
+        "max_tokens": 64 if stops else 3,
+        "session_id": (session := new_session()),
+        "stop_token_ids": list(range(0, 2048, 2)) if stops else None,
+        "ignore_eos": not stops,
+        "tools": [tool] if offered else None,
+    }
+    answer = requests.post(empty.url + "/v1/chat/completions", json=body, timeout=60)
+    assert answer.ok, answer.text
+    assert answer.json()["choices"][0]["finish_reason"] == ("stop" if stops else "length")
+    empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 1, "the session is live", 5)
+    time.sleep(FINAL_GRACE_S + 1.5)
+    ended = empty.metric("prefill", "basin_live_sessions") == 0
+    close(empty, session)
+    assert ended == (offered and stops)
 
 
 def test_an_idle_session_gives_its_place_up(empty: Stack) -> None:

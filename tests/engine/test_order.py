@@ -69,7 +69,7 @@ def test_in_prefills_waiting_queue(empty: Stack) -> None:
 def test_in_decodes_preallocation_queue(empty: Stack) -> None:
     """Decode's pool has room for one of the three calls at a time."""
     order = Order(empty)
-    order.send("blocker", 9_000, 310, tokens=600)
+    order.send("blocker", 9_000, 310, tokens=300)
     empty.until(lambda: empty.metric("decode", "sglang:num_running_reqs") == 1, "the blocker runs")
     order.later_first(9_000, lambda n: empty.metric("decode", "sglang:num_decode_prealloc_queue_reqs") == n)
     assert order.settle() == ["earlier", "later"]

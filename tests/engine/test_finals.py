@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, FINI
 
 from sglang_basin.engine.finals import FinalAnswers
 
+DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>function"
 STOPPED = FINISH_MATCHED_TOKEN(2)
 
 
@@ -33,7 +34,7 @@ def final(text: str, parser: str = "qwen", reason: Any = STOPPED, offered_tools:
     [
         ("qwen", 'So:\n<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'),
         ("qwen3_coder", "<tool_call>\n<function=ls>\n</function>\n</tool_call>"),
-        ("deepseekv3", "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>ls"),
+        ("deepseekv3", DEEPSEEK),
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.ls:0"),
         ("mistral", '[TOOL_CALLS] [{"name": "ls", "arguments": {}}]'),
     ],

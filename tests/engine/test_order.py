@@ -24,7 +24,7 @@ class Order:
         self.finished: list[str] = []
         self._threads: list[threading.Thread] = []
         for number, session in enumerate(self.sessions.values()):
-            assert generate(stack, session, prompt(40, number)).ok
+            assert generate(stack, session, prompt(40, 290 + number)).ok
 
     def send(self, name: str, prompt_tokens: int, key: int, tokens: int = 1) -> None:
         def call() -> None:

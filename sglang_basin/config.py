@@ -76,9 +76,9 @@ OPTIONS: tuple[Option, ...] = (
         name="reserved_growth",
         parse=float,
         types=(float, int),
-        default=0.5,
+        default=0.75,
         help="under 'partial', the part of the predicted growth that is reserved: 0 is 'current', 1 is 'peak'",
-        why="the best of 0, 0.25, 0.5 and 1 without lending in the simulation that DESIGN reports",
+        why="the middle of a plateau from 0.5 to 1 over twelve simulated scenarios (benchmarks/sim_law.py)",
         check=_between(0.0, 1.0),
     ),
     Option(
@@ -103,20 +103,20 @@ OPTIONS: tuple[Option, ...] = (
         name="adaptive_band",
         parse=float,
         types=(float, int),
-        default=0.0,
+        default=0.3,
         help="how far the budget may move from its reference, as a part of it: up while sessions queue and the hit "
         "rate is high, down once it falls",
-        why="0 keeps it where it is",
+        why="the middle of a plateau from 0.1 to 0.5 (benchmarks/sim_law.py); 0 keeps the budget where it is",
         check=_between(0.0, 0.95),
     ),
     Option(
         name="predictor",
         parse=str,
         types=(str,),
-        default="seen",
+        default="trained",
         help="where predicted peaks come from: 'seen' the sessions that ended here, 'trained' the model that comes "
         "with Basin, corrected by them; or a model file of fit_predictor",
-        why="needs no training",
+        why="knows agents from their first call on, and is corrected by what it sees",
         check=lambda value: None if value else "must not be empty",
     ),
     Option(
@@ -132,19 +132,19 @@ OPTIONS: tuple[Option, ...] = (
         name="order",
         parse=str,
         types=(str,),
-        default="arrival",
+        default="size",
         help="who goes first at the door and in the queues of prefill and decode: 'arrival' the earlier session, "
         "'size' the one of lower arrival time + predicted peak / r",
-        why="fair without a good prediction",
+        why="serves more sessions in time than the order of arrival does (benchmarks/sim_law.py)",
         check=_one_of("arrival", "size"),
     ),
     Option(
         name="order_tokens_per_s",
         parse=float,
         types=(float, int),
-        default=30.0,
+        default=10.0,
         help="r of 'size': so many tokens of predicted peak weigh as much as a second of waiting",
-        why="the article's",
+        why="serves as much as the article's 30 where the cache is short, more where decode memory is",
         check=_at_least(1e-3),
     ),
     Option(
@@ -315,14 +315,14 @@ class BasinConfig:
     """The validated configuration. Field meanings, units and defaults are in `OPTIONS`."""
 
     admission: str = "partial"
-    reserved_growth: float = 0.5
+    reserved_growth: float = 0.75
     budget_tokens: int | None = None
     knee_tokens: int | None = None
-    adaptive_band: float = 0.0
-    predictor: str = "seen"
+    adaptive_band: float = 0.3
+    predictor: str = "trained"
     session_log: str | None = None
-    order: str = "arrival"
-    order_tokens_per_s: float = 30.0
+    order: str = "size"
+    order_tokens_per_s: float = 10.0
     infer_sessions: str = "on"
     idle_timeout_s: float = 600.0
     idle_floor_s: float = 60.0

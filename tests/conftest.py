@@ -16,6 +16,8 @@ def basin() -> Iterator[Stack]:
     config = BasinConfig(
         admission="current",
         budget_tokens=BUDGET_TOKENS,
+        adaptive_band=0.0,
+        order="arrival",
         idle_timeout_s=IDLE_TIMEOUT_S,
         hold_limit_s=HOLD_LIMIT_S,
         ticket_grace_s=TICKET_GRACE_S,

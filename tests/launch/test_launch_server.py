@@ -12,6 +12,9 @@ from launching import STAND_INS, run_module
 from sglang_basin.config import BasinConfig
 from sglang_basin.engine import flags
 
+ALWAYS = [needed.flag for needed in flags.NEEDED if needed.when(BasinConfig(), "prefill")]
+"""Flags that Basin sets on prefill at its defaults."""
+
 
 def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {"PYTHONPATH": str(STAND_INS), "STAND_IN": "report", **environment}
@@ -50,10 +53,10 @@ def test_with_basin_the_configuration_and_flags_reach_sglang() -> None:
     config = BasinConfig.from_environment(seen["environment"])
     assert config == BasinConfig(budget_tokens=5000)
     words = ["--disaggregation-mode", "prefill", "--page-size", "16"]
-    assert seen["argv"] == [*words, *(needed.flag for needed in flags.NEEDED)]
+    assert seen["argv"] == [*words, *ALWAYS]
     assert seen["environment"]["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "540"
     said = [line for line in done.stdout.splitlines() if line.startswith("basin: set ")]
-    assert len(said) == len(flags.NEEDED) + len(flags.RAISED)
+    assert len(said) == len(ALWAYS) + len(flags.RAISED)
 
 
 def test_configuration_file(tmp_path: Path) -> None:
@@ -66,7 +69,7 @@ def test_configuration_file(tmp_path: Path) -> None:
 def test_configuration_of_a_parent_launcher_counts() -> None:
     given = BasinConfig(budget_tokens=77).to_json()
     seen = report(launch("--disagg-mode", "decode", BASIN_CONFIG=given))
-    assert seen["argv"][2:] == [needed.flag for needed in flags.NEEDED]
+    assert seen["argv"][2:] == ALWAYS
     assert seen["environment"]["BASIN_CONFIG"] == given
 
 

@@ -302,7 +302,7 @@ OPTIONS: tuple[Option, ...] = (
         types=(int,),
         default=100_000,
         help="sessions remembered at once; above it the longest idle one is forgotten",
-        why="bounds memory (about 1 KB a session) against clients that never reuse an id",
+        why="bounds memory (under 2 KB a session) against clients that never reuse an id",
         check=_between(1, 10_000_000),
     ),
 )

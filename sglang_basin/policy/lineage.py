@@ -77,15 +77,6 @@ class Prompt(Protocol):
         """Of the prefixes of cell · CELL_TOKENS + 0, 1, 2 … tokens, up to the next cell or `tokens`."""
 
 
-class _End(NamedTuple):
-    """Where a prompt of a session ended."""
-
-    tokens: int
-    fingerprint: int
-    cell: int
-    """The fingerprint at the start of the cell that it ends in."""
-
-
 class Placement(NamedTuple):
     """Where a call belongs."""
 
@@ -95,13 +86,15 @@ class Placement(NamedTuple):
 
 
 class _Thread:
-    """One conversation's first and last prompt, and whether the last one has its answer."""
+    """One conversation's first and last prompt, each with the fingerprint at the start of the cell that it ends in, and
+    whether the last one has its answer."""
 
-    __slots__ = ("answered", "first", "last", "session_id")
+    __slots__ = ("answered", "first", "first_cell", "last", "last_cell", "session_id")
 
-    def __init__(self, session_id: str, end: _End) -> None:
+    def __init__(self, session_id: str, fingerprint: int, cell: int) -> None:
         self.session_id = session_id
-        self.first = self.last = end
+        self.first = self.last = fingerprint
+        self.first_cell = self.last_cell = cell
         self.answered = False
 
     def standing(self, runs: Runs) -> Standing:
@@ -111,22 +104,21 @@ class _Thread:
 
 
 class Lineage:
-    """The inferred sessions of one prefill instance. Not thread-safe; about 750 bytes a conversation."""
+    """The inferred sessions of one prefill instance. Not thread-safe; about 600 bytes a conversation."""
 
     def __init__(self, *, max_sessions: int, prefix: str) -> None:
         """Session ids are `prefix` and a number. Of more than `max_sessions` sessions the one without a call for
         longest is forgotten."""
         self._max_sessions = max_sessions
         self._prefix = prefix
-        self._threads: dict[str, _Thread] = {}
-        self._sessions: OrderedDict[str, None] = OrderedDict()  # longest without a call first, as are the loose ones
-        self._loose: OrderedDict[str, None] = OrderedDict()
+        self._sessions: OrderedDict[str, _Thread] = OrderedDict()  # longest without a call first
+        self._loose: OrderedDict[str, _Thread] = OrderedDict()  # likewise
         self._at: dict[int, tuple[_Thread, ...]] = {}  # by the fingerprints of their first and last prompts
         self._cells: dict[int, int] = {}  # fingerprint at a cell's start -> how many ends lie in the cell
         self._started = 0
 
     def __len__(self) -> int:
-        return len(self._threads)
+        return len(self._sessions) + len(self._loose)
 
     def place(self, prompt: Prompt, runs: Runs, *, sure: bool = True) -> Placement | None:
         """Where a call with this prompt belongs; the prompt is the last of its conversation from now on.
@@ -136,49 +128,49 @@ class Lineage:
         """
         if prompt.tokens < MIN_TOKENS:
             return None
-        cell, offset = divmod(prompt.tokens, CELL_TOKENS)
-        end = _End(prompt.tokens, prompt.within(cell)[offset], prompt.cells[cell])
+        number, offset = divmod(prompt.tokens, CELL_TOKENS)
+        fingerprint, cell = prompt.within(number)[offset], prompt.cells[number]
         thread = self._find(prompt, runs)
         if thread is None:
             self._started += 1
-            thread = _Thread(f"{self._prefix}{self._started}", end)
-            self._threads[thread.session_id] = thread
-            self._add(thread, end)
+            thread = _Thread(f"{self._prefix}{self._started}", fingerprint, cell)
+            self._add(thread, fingerprint, cell)
             is_session = sure
         else:
-            is_session = sure or thread.session_id in self._sessions or thread.last != end
-            self._set_last(thread, end)
-            thread.answered = False
-        self._file(thread.session_id, is_session)
+            is_session = sure or thread.session_id in self._sessions or thread.last != fingerprint
+            self._set_last(thread, fingerprint, cell)
+        self._file(thread, is_session)
         return Placement(thread.session_id, is_session)
 
     def answered(self, session_id: str) -> None:
         """A call of the conversation was answered to its end; unknown ones are passed over."""
-        if (thread := self._threads.get(session_id)) is not None:
+        if (thread := self._known(session_id)) is not None:
             thread.answered = True
 
     def ended(self, session_id: str) -> None:
         """The session has ended; unknown ones are passed over."""
-        if session_id in self._threads:
-            self._file(session_id, is_session=False)
+        if (thread := self._sessions.get(session_id)) is not None:
+            self._file(thread, is_session=False)
 
     def forget(self, session_id: str) -> None:
         """Know nothing of the conversation any more; unknown ones are passed over."""
-        thread = self._threads.pop(session_id, None)
-        if thread is not None:
+        if (thread := self._known(session_id)) is not None:
             self._sessions.pop(session_id, None)
             self._loose.pop(session_id, None)
-            for end in {thread.first, thread.last}:
-                self._remove(thread, end)
+            for fingerprint, cell in {(thread.first, thread.first_cell), (thread.last, thread.last_cell)}:
+                self._remove(thread, fingerprint, cell)
 
-    def _file(self, session_id: str, is_session: bool) -> None:
+    def _known(self, session_id: str) -> _Thread | None:
+        return self._sessions.get(session_id) or self._loose.get(session_id)
+
+    def _file(self, thread: _Thread, is_session: bool) -> None:
         """Put a conversation where it belongs, as the one heard of last."""
         kept, others, most = (self._sessions, self._loose, self._max_sessions)
         if not is_session:
             kept, others, most = (self._loose, self._sessions, MAX_LOOSE)
-        others.pop(session_id, None)
-        kept[session_id] = None
-        kept.move_to_end(session_id)
+        others.pop(thread.session_id, None)
+        kept[thread.session_id] = thread
+        kept.move_to_end(thread.session_id)
         if len(kept) > most:
             self.forget(next(iter(kept)))
 
@@ -190,63 +182,65 @@ class Lineage:
                 threads = self._at.get(fingerprints[offset])
                 if threads is None:
                     continue
-                tokens = cell * CELL_TOKENS + offset
-                if tokens == prompt.tokens:
-                    tried_again, is_open = _equal(threads, tokens, runs)
+                if cell * CELL_TOKENS + offset == prompt.tokens:
+                    tried_again, is_open = _equal(threads, fingerprints[offset], runs)
                     if is_open:
                         return tried_again
-                elif (found := _extended(threads, tokens, runs)) is not None:
+                elif (found := _extended(threads, fingerprints[offset], runs)) is not None:
                     thread, was_answered = found
                     return thread if was_answered or tried_again is None else tried_again
         return tried_again
 
-    def _set_last(self, thread: _Thread, end: _End) -> None:
-        before, thread.last = thread.last, end
-        if before not in (end, thread.first):
-            self._remove(thread, before)
-        if end not in (before, thread.first):
-            self._add(thread, end)
+    def _set_last(self, thread: _Thread, fingerprint: int, cell: int) -> None:
+        thread.answered = False
+        if fingerprint == thread.last:
+            return
+        if thread.last != thread.first:
+            self._remove(thread, thread.last, thread.last_cell)
+        thread.last, thread.last_cell = fingerprint, cell
+        if fingerprint != thread.first:
+            self._add(thread, fingerprint, cell)
 
-    def _add(self, thread: _Thread, end: _End) -> None:
-        self._at[end.fingerprint] = (*self._at.get(end.fingerprint, ()), thread)
-        self._cells[end.cell] = self._cells.get(end.cell, 0) + 1
+    def _add(self, thread: _Thread, fingerprint: int, cell: int) -> None:
+        self._at[fingerprint] = (*self._at.get(fingerprint, ()), thread)
+        self._cells[cell] = self._cells.get(cell, 0) + 1
 
-    def _remove(self, thread: _Thread, end: _End) -> None:
-        others = tuple(other for other in self._at[end.fingerprint] if other is not thread)
+    def _remove(self, thread: _Thread, fingerprint: int, cell: int) -> None:
+        others = tuple(other for other in self._at[fingerprint] if other is not thread)
         if others:
-            self._at[end.fingerprint] = others
+            self._at[fingerprint] = others
         else:
-            del self._at[end.fingerprint]
-        if self._cells[end.cell] == 1:
-            del self._cells[end.cell]
+            del self._at[fingerprint]
+        if self._cells[cell] == 1:
+            del self._cells[cell]
         else:
-            self._cells[end.cell] -= 1
+            self._cells[cell] -= 1
 
 
-def _equal(threads: Sequence[_Thread], tokens: int, runs: Runs) -> tuple[_Thread | None, bool]:
-    """The session whose last prompt, `tokens` long and equal to the one in question, is tried again, if any; and
-    whether it is open for that, or still runs."""
+def _equal(threads: Sequence[_Thread], fingerprint: int, runs: Runs) -> tuple[_Thread | None, bool]:
+    """The session whose last prompt, equal to the one in question, is tried again, if any; and whether it is open for
+    that, or still runs."""
     running = None
     for thread in threads:
-        if thread.last.tokens != tokens:
+        if thread.last != fingerprint:
             continue
         standing = thread.standing(runs)
         if standing is Standing.OPEN:
             return thread, True
-        if standing is Standing.RUNNING and thread.first.tokens < tokens:
+        if standing is Standing.RUNNING and thread.first != fingerprint:
             running = thread
     return running, False
 
 
-def _extended(threads: Sequence[_Thread], tokens: int, runs: Runs) -> tuple[_Thread, bool] | None:
-    """The session whose last prompt, or else whose first one, `tokens` long, the one in question extends; and whether
-    it extends the last one, and that was answered."""
+def _extended(threads: Sequence[_Thread], fingerprint: int, runs: Runs) -> tuple[_Thread, bool] | None:
+    """The session whose last prompt, or else whose first one, has this fingerprint and is extended by the one in question;
+    and whether it is the last one, and was answered."""
     best: tuple[int, _Thread] | None = None
     for thread in threads:
         standing = thread.standing(runs)
-        if thread.last.tokens == tokens:
+        if thread.last == fingerprint:
             rank = [Standing.ANSWERED, Standing.OPEN, Standing.RUNNING].index(standing)
-        elif thread.first.tokens == tokens and standing is not Standing.RUNNING:
+        elif thread.first == fingerprint and standing is not Standing.RUNNING:
             rank = 3
         else:
             continue

@@ -260,8 +260,8 @@ def test_a_forgotten_session_leaves_nothing_behind() -> None:
     client.lineage.forget("never heard of")
     client.lineage.answered("never heard of")
     client.lineage.ended("never heard of")
-    kept = [vars(client.lineage)[name] for name in ("_threads", "_at", "_cells", "_sessions", "_loose")]
-    assert kept == [{}, {}, {}, {}, {}]
+    kept = [vars(client.lineage)[name] for name in ("_at", "_cells", "_sessions", "_loose")]
+    assert kept == [{}, {}, {}, {}]
 
 
 class Reference:

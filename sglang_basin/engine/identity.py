@@ -94,6 +94,7 @@ class Fields(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
     previous_response_id: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
 
     def offers_tools(self) -> bool:
         """Whether the model may call a tool: chat, messages and responses all have a `tools` list."""
@@ -101,11 +102,12 @@ class Fields(msgspec.Struct):
         return listed[:1] == b"[" and listed[1:-1].strip() != b"" and bytes(self.tool_choice) != b'"none"'
 
     def starts_agent(self) -> bool:
-        """Whether this looks like an agent's first call: it offers tools, leaves it to the model which to use if any
-        (a forced one makes a single call of structured output), and has no answer of the model's yet."""
+        """Whether this looks like an agent's first call: it offers tools and leaves it to the model which to use if any
+        (a forced one makes a single call of structured output), asks for one answer, and has none of the model's yet.
+        """
         choice = _value(self.tool_choice)
         is_free = choice in (None, "auto") or (isinstance(choice, dict) and choice.get("type") == "auto")
-        return self.offers_tools() and is_free and not self._has_history()
+        return self.offers_tools() and is_free and _value(self.n) in (None, 1) and not self._has_history()
 
     def _has_history(self) -> bool:
         if _value(self.previous_response_id) is not None:

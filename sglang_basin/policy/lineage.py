@@ -19,8 +19,8 @@ the longest context winning throughout (`Standing` is what a session is doing):
 Whether a new conversation is an agent's session is another question. Most prompts without a name may be single ones,
 each of which would hold room at the door until it ends by time. So a conversation is a session from its first call on
 only where the request itself says that there will be more (`sure`); else from its second call on, the first that
-extends another. A client whose prompts change from their start with every call, for the time of day say, is thus never
-held, and gains nothing from a cache either.
+extends another. Later calls of a client whose prompts change from their start, for the time of day say, are thus never
+held; no cache helps them either.
 
 A prompt ends for this purpose where the template's opening of the answer may change once it is history
 (`engine.openings`): everything up to the end of the last message must survive, so a task never continues another task
@@ -233,8 +233,8 @@ def _equal(threads: Sequence[_Thread], fingerprint: int, runs: Runs) -> tuple[_T
 
 
 def _extended(threads: Sequence[_Thread], fingerprint: int, runs: Runs) -> tuple[_Thread, bool] | None:
-    """The session whose last prompt, or else whose first one, has this fingerprint and is extended by the one in question;
-    and whether it is the last one, and was answered."""
+    """The session whose last prompt, or else whose first one, is extended by the one in question, as this fingerprint
+    says; and whether it is the last one, and was answered."""
     best: tuple[int, _Thread] | None = None
     for thread in threads:
         standing = thread.standing(runs)

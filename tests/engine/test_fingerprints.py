@@ -37,6 +37,12 @@ def test_prompts_agree_on_what_they_have_in_common_and_on_nothing_more(
     assert all(equal_after) if one == other else not any(equal_after)
 
 
+@given(st.lists(st.sampled_from([0, 0, 0, 1, 2**17]), max_size=4 * CELL_TOKENS))
+def test_no_two_prefixes_of_a_prompt_agree_not_even_by_tokens_of_id_zero(token_ids: list[int]) -> None:
+    found = prefixes(Fingerprints(seed=5), token_ids)
+    assert len(set(found)) == len(found)
+
+
 @given(LENGTHS, st.integers(0, 300))
 def test_a_tail_is_as_if_it_were_not_there(tokens: int, tail: int) -> None:
     fingerprints = Fingerprints(seed=2)

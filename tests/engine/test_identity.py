@@ -204,6 +204,8 @@ CALLED = [*ASKED, {"role": "assistant", "content": "", "tool_calls": []}, {"role
         ({"input": "q", "tools": TOOLS, "previous_response_id": "r1"}, False),
         ({"messages": ASKED, "tools": TOOLS, "tool_choice": "required"}, False),
         ({"messages": ASKED, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, False),
+        ({"messages": ASKED, "tools": TOOLS, "n": 1}, True),
+        ({"messages": ASKED, "tools": TOOLS, "n": 4}, False),
         ({"messages": ASKED}, False),
         ({"messages": ASKED, "tools": []}, False),
         ({"messages": {"odd": 1}, "tools": TOOLS}, True),

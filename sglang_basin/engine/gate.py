@@ -111,7 +111,10 @@ def calls_left(result: Any, self: Any, reqs: Any, return_logprob: Any = None, sk
 
 
 def call_aborted(result: Any, self: Any, abort_req: Any, req: Any) -> None:
-    """After `Scheduler.send_abort_output`: the call was ended while it waited in one of SGLang's queues."""
+    """After `Scheduler.send_abort_output`, on every rank: the call was ended while it waited in one of SGLang's queues,
+    or at the gate."""
+    if _here.rooms is not None and (sender := getattr(req, "disagg_kv_sender", None)) is not None:
+        _here.rooms.abort(sender)
     if _here.gate is not None:
         _left(req)
 

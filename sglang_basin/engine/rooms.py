@@ -1,8 +1,11 @@
-"""Bootstrap rooms of calls that were dropped at prefill's door.
+"""Bootstrap rooms of calls that end in prefill without a transfer, and what they leave in its transfer tables.
 
-Decode may have sent its transfer metadata for a call that prefill then refuses or whose client leaves: prefill's
-transfer tables then hold an entry that no sender will ever clear, and decode waits for a transfer that never comes.
-So each rank marks the room as failed, which tells decode at once, and removes the entries a moment later.
+Decode may have sent its transfer metadata for a call that prefill's door then refuses or whose client leaves: the
+tables hold an entry that no sender will ever clear, and decode waits for a transfer that never comes. So each rank
+marks the room as failed, which tells decode at once, and removes the entries a moment later.
+
+A call that SGLang itself aborts in its waiting queue, or between two chunks of its prompt, has a sender, but SGLang
+0.5.23 does not clear it: two entries stay for each such call. So each rank clears it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class RoomTables:
     shown: bool
     """Whether this rank's table is the one on the gauge."""
     _dropped_s: dict[int, float] = field(default_factory=dict)
+    _aborted: list[Any] = field(default_factory=list)
     _next_sweep_s: float = 0.0
 
     def drop(self, rooms: tuple[int, ...], now_s: float) -> None:
@@ -44,13 +48,22 @@ class RoomTables:
             self._dropped_s[room] = now_s
             self._fail(room)
 
+    def abort(self, sender: Any) -> None:
+        """SGLang has aborted the call of this sender (a `BaseKVSender`) and will not look at it again."""
+        self._aborted.append(sender)
+
     def sweep(self, now_s: float) -> None:
-        """Clear what dropped rooms left behind, or what decode sent for them since. Cheap; call it in every turn."""
+        """Clear what aborted calls and dropped rooms left behind, or what decode sent for them since. Cheap; call it in
+        every turn."""
         if now_s < self._next_sweep_s:
             return
         self._next_sweep_s = now_s + SWEEP_EVERY_S
         if self.shown:
             metrics().rooms.set(len(self.kv_manager.request_status))
+        while self._aborted:
+            sender = self._aborted.pop()
+            sender.clear()
+            self.kv_manager.failure_records.pop(sender.bootstrap_room, None)
         for room, dropped_s in list(self._dropped_s.items()):
             if now_s - dropped_s < CLEAR_AFTER_S:
                 continue

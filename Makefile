@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 export OMP_NUM_THREADS := 1
 
-.PHONY: env demo test lint promtool clean
+.PHONY: env demo test fault-table lint promtool clean
 
 env:
 	@.ci/env.sh
@@ -22,6 +22,9 @@ promtool: env  ## puts promtool, which the tests of the alert rules run, into .v
 
 test: lint promtool  ## everything CI runs
 	$(PY) -m pytest
+
+fault-table: env  ## runs the fault tests and writes what they saw into the README
+	$(PY) -m pytest -m fault --fault-table
 
 clean:
 	rm -rf .venv out

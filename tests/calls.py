@@ -48,23 +48,60 @@ def chunks(response: requests.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
+def load(url: str) -> dict[str, Any]:
+    """What SGLang says of one engine's queues and pool. Unlike the gauges on /metrics it is of this very moment."""
+    return requests.get(url + "/v1/loads", timeout=20).json()["loads"][0]
+
+
+def in_bootstrap(stack: Stack) -> int:
+    return load(stack.prefill_url)["disaggregation"]["prefill_bootstrap_queue_reqs"]
+
+
+def in_transfer(stack: Stack) -> int:
+    """Calls that prefill has computed and not yet handed over."""
+    return load(stack.prefill_url)["disaggregation"]["prefill_inflight_queue_reqs"]
+
+
+def reserved(stack: Stack) -> int:
+    """Calls that decode has reserved memory for and whose KV is yet to come."""
+    return load(stack.decode_url)["disaggregation"]["decode_transfer_queue_reqs"]
+
+
+def inside(url: str) -> int:
+    """Calls that run or wait anywhere in one engine's SGLang."""
+    now = load(url)
+    sending = now["disaggregation"]["prefill_inflight_queue_reqs"]
+    return now["num_running_reqs"] + now["num_waiting_reqs"] + sending
+
+
+def calls_inside(stack: Stack) -> tuple[int, int]:
+    """Calls that run or wait anywhere in SGLang, on prefill and on decode."""
+    return inside(stack.prefill_url), inside(stack.decode_url)
+
+
+def at_the_door(stack: Stack) -> float:
+    """Sessions and calls that wait on either side."""
+    prefill = stack.samples("prefill")
+    waiting = prefill("basin_queued_sessions") + prefill("basin_held_calls")
+    return waiting + stack.metric("decode", "basin_held_calls")
+
+
 def at_rest(stack: Stack) -> bool:
-    gauges = ("live_sessions", "queued_sessions", "held_calls", "working_set_tokens", "reserved_tokens", "rooms")
-    queues = (
-        "num_queue_reqs",
-        "num_running_reqs",
-        "num_prefill_bootstrap_queue_reqs",
-        "num_prefill_inflight_queue_reqs",
-    )
-    decode_queues = (
-        "num_queue_reqs",
-        "num_running_reqs",
-        "num_decode_prealloc_queue_reqs",
-        "num_decode_transfer_queue_reqs",
-    )
+    """Whether the engines hold no call, no transfer and no session."""
+    prefill = stack.samples("prefill")
+    tables = ("live_sessions", "working_set_tokens", "reserved_tokens", "rooms")
     return (
-        all(stack.metric("prefill", f"basin_{name}") == 0 for name in gauges)
-        and all(stack.metric("prefill", f"sglang:{name}") == 0 for name in queues)
-        and all(stack.metric("decode", f"sglang:{name}") == 0 for name in decode_queues)
-        and stack.metric("decode", "basin_held_calls") == 0
+        all(prefill(f"basin_{name}") == 0 for name in tables)
+        and at_the_door(stack) == 0
+        and calls_inside(stack) == (0, 0)
     )
+
+
+def pools_are_whole(stack: Stack) -> bool:
+    """Whether every token of both KV pools is free once the caches are flushed, which SGLang does only when idle."""
+
+    def whole(url: str) -> bool:
+        return requests.post(url + "/flush_cache", timeout=20).ok and load(url)["num_used_tokens"] == 0
+
+    stack.until(lambda: whole(stack.prefill_url) and whole(stack.decode_url), "both KV pools are whole", 20)
+    return True

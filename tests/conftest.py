@@ -10,6 +10,8 @@ from stack import BUDGET_TOKENS, FINAL_GRACE_S, HOLD_LIMIT_S, IDLE_TIMEOUT_S, LO
 
 from sglang_basin.config import BasinConfig
 
+pytest_plugins = ("fault_table",)
+
 
 @pytest.fixture(scope="session")
 def basin() -> Iterator[Stack]:

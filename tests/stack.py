@@ -56,26 +56,41 @@ class Stack:
 
     def metric(self, side: str, name: str, **labels: str) -> float:
         """The sum of a metric's samples on one side ("prefill" or "decode") that carry these labels."""
-        text = requests.get((self.prefill_url if side == "prefill" else self.decode_url) + "/metrics", timeout=20).text
-        total = 0.0
-        for line in text.splitlines():
-            found = re.match(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", line)
-            if found and all(f'{key}="{value}"' in (found.group(1) or "") for key, value in labels.items()):
-                total += float(found.group(2))
-        return total
+        return self.samples(side)(name, **labels)
 
-    def until(self, done: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-        """Wait for a condition of the running stack; fails naming `what`."""
+    def samples(self, side: str) -> Callable[..., float]:
+        """All metrics of one side as they are now: a function of name and labels, as `metric`."""
+        text = requests.get((self.prefill_url if side == "prefill" else self.decode_url) + "/metrics", timeout=20).text
+        lines = text.splitlines()
+
+        def sample(name: str, **labels: str) -> float:
+            total = 0.0
+            for line in lines:
+                found = re.match(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", line)
+                if found and all(f'{key}="{value}"' in (found.group(1) or "") for key, value in labels.items()):
+                    total += float(found.group(2))
+            return total
+
+        return sample
+
+    def until(self, done: Callable[[], bool], what: str, timeout_s: float = 30.0, *, whole: bool = True) -> None:
+        """Wait for a condition of the running stack, `whole` unless the test killed a part; fails naming `what`."""
         deadline = time.monotonic() + timeout_s
         while not done():
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-            self.node.check()
+            if whole:
+                self.node.check()
             time.sleep(0.1)
 
 
 @contextlib.contextmanager
 def running(
-    name: str, config: BasinConfig | None, *, decode: int = 1, arguments: tuple[str, ...] = ()
+    name: str,
+    config: BasinConfig | None,
+    *,
+    decode: int = 1,
+    arguments: tuple[str, ...] = (),
+    prefill_arguments: tuple[str, ...] = (),
 ) -> Iterator[Stack]:
     """A node of the test model, torn down by process group whatever happens."""
     options = NodeOptions(
@@ -83,6 +98,7 @@ def running(
         decode=decode,
         config=config,
         engine_arguments=(*ENGINE_ARGUMENTS, *arguments),
+        prefill_arguments=prefill_arguments,
         port=0,
         log_dir=LOGS / name,
     )

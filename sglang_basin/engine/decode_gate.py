@@ -24,6 +24,7 @@ from sglang_basin.engine.finals import FinalAnswers
 from sglang_basin.engine.identity import Stamp, stamp_of
 from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics, show_control
 from sglang_basin.engine.priorities import PriorityClock
+from sglang_basin.engine.prompt_sessions import PromptSessions
 from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, failed, peers
 from sglang_basin.engine.turn import Turn
 from sglang_basin.engine.watch import EngineWatch
@@ -46,6 +47,8 @@ class _Held:
     request: TokenizedGenerateReqInput
     session_id: str | None
     """None while only prefill knows whose call it is, by its prompt."""
+    conversation: str | None
+    """Of such a call: by what name this gate will know its next one."""
     peer: str
     since_s: float
     asked_s: float
@@ -84,11 +87,11 @@ class DecodeGate:
         max_sessions: int,
         finals: FinalAnswers,
         watch: EngineWatch | None = None,
-        asks_unnamed: bool = False,
+        by_prompt: PromptSessions | None = None,
         lendable: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`asks_unnamed`: prefill infers the sessions of calls that name none, so it is asked about these too.
+        """With `by_prompt`, calls that name no session are asked about too, for prefill infers their sessions.
         `lendable` says how many tokens finished calls may keep here now; None where nothing is lent."""
         self._control = control
         self._answer = answer
@@ -102,7 +105,8 @@ class DecodeGate:
         self._lendable = lendable
         self._heard_s: dict[str, float] = {}  # prefill -> when its last message came
         self._silent: set[str] = set()  # prefill instances that let the patience run out and were not heard since
-        self._asks_unnamed = asks_unnamed
+        self._by_prompt = by_prompt
+        self._names: OrderedDict[str, tuple[str, str]] = OrderedDict()  # conversation -> (prefill, its name there)
         self._clock = clock
         self._priorities = PriorityClock(clock)
         self._held: dict[int, _Held] = {}  # by bootstrap room
@@ -132,7 +136,7 @@ class DecodeGate:
             max_sessions=config.max_live_sessions,
             finals=FinalAnswers.for_scheduler(scheduler),
             watch=EngineWatch(scheduler),
-            asks_unnamed=config.infer_sessions == "on",
+            by_prompt=PromptSessions(config.max_live_sessions) if config.infer_sessions == "on" else None,
             lendable=lendable_tokens if config.lending == "on" else None,
         )
 
@@ -164,8 +168,9 @@ class DecodeGate:
         call = self._inside.pop(request.rid, None)
         if call is not None:
             output_tokens = len(getattr(request, "output_ids", None) or ())
-            final = self._is_final(request, call)
-            self._control.send(call.peer, messages.Left(call.room, output_tokens, final, not failed(request)))
+            final, answered = self._is_final(request, call), not failed(request)
+            self._control.send(call.peer, messages.Left(call.room, output_tokens, final, answered))
+            self._note_left(call.room, answered=answered)
 
     def describe(self, status: Status) -> None:
         now_s = self._clock()
@@ -198,7 +203,7 @@ class DecodeGate:
     def _arrive(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
         stamp = stamp_of(request)
         session_id = stamp.session_id
-        is_nobodys = session_id is None and not (self._asks_unnamed and _could_be_known(request, stamp))
+        is_nobodys = session_id is None and (self._by_prompt is None or not _could_be_known(request, stamp))
         if is_nobodys or not peers(request) or request.bootstrap_room in self._held:
             reason = Reason.NO_IDENTITY if is_nobodys else Reason.ADMISSION_OFF
             metrics().decisions.labels("admit", reason.value).inc()
@@ -207,18 +212,40 @@ class DecodeGate:
             return
         bootstrap_port = request.bootstrap_port or self._default_bootstrap_port
         peer = address(request.bootstrap_host, bootstrap_port + self._control_port_offset)
+        room = request.bootstrap_room
+        conversation = None
+        if session_id is None:
+            conversation, session_id = self._infer(request, stamp, peer)
         entered = self._entered.get((peer, session_id)) if session_id is not None else None
         if session_id is not None and entered is not None:
             metrics().decisions.labels("admit", Reason.LIVE_SESSION.value).inc()
             self._enter(request, peer, session_id, entered.priority_ms, now_s)
             return
-        room = request.bootstrap_room
         self._control.send(peer, messages.Ask(room))
         if peer in self._silent:  # the question asks for a sign of life alone
             metrics().decisions.labels("admit", Reason.NO_ANSWER.value).inc()
             self._let_on(request, peer, self._priorities.stamp(now_s))
         else:
-            self._held[room] = _Held(request, session_id, peer, now_s, now_s, now_s)
+            self._held[room] = _Held(request, session_id, conversation, peer, now_s, now_s, now_s)
+
+    def _infer(self, request: TokenizedGenerateReqInput, stamp: Stamp, peer: str) -> tuple[str | None, str | None]:
+        """The conversation that an unnamed call belongs to, as this gate sees it, and its session's name on prefill."""
+        assert self._by_prompt is not None
+        conversation = self._by_prompt.session_of(str(request.bootstrap_room), request, stamp)
+        if conversation is None or (known := self._names.get(conversation)) is None or known[0] != peer:
+            return conversation, None
+        self._names.move_to_end(conversation)
+        return conversation, known[1]
+
+    def _learn(self, conversation: str, peer: str, session_id: str) -> None:
+        self._names[conversation] = (peer, session_id)
+        self._names.move_to_end(conversation)
+        if len(self._names) > self._max_sessions:
+            self._names.popitem(last=False)
+
+    def _note_left(self, room: int, *, answered: bool) -> None:
+        if self._by_prompt is not None:
+            self._by_prompt.left(str(room), None, answered=answered)
 
     def _enter(self, request: Any, peer: str, session_id: str, priority_ms: int, now_s: float) -> None:
         self._entered[peer, session_id] = _Entered(now_s, priority_ms)
@@ -250,6 +277,7 @@ class DecodeGate:
             del self._held[room]
             drop(self._answer, waiting.request)
             self._control.send(waiting.peer, messages.Left(room, 0))
+            self._note_left(room, answered=False)
 
     # How prefill is heard and asked.
 
@@ -270,11 +298,15 @@ class DecodeGate:
         if isinstance(message, messages.Enter):
             metrics().door_wait.observe(now_s - waiting.since_s)
             metrics().decisions.labels("admit", Reason.ENTERED.value).inc()
-            if waiting.session_id is None:
+            session_id = waiting.session_id if message.session_id is None else message.session_id
+            if waiting.conversation is not None and message.session_id is not None:
+                self._learn(waiting.conversation, peer, message.session_id)
+            if session_id is None:
                 self._let_on(waiting.request, peer, message.priority_ms)
             else:
-                self._enter(waiting.request, peer, waiting.session_id, message.priority_ms, now_s)
+                self._enter(waiting.request, peer, session_id, message.priority_ms, now_s)
         else:
+            self._note_left(message.room, answered=False)
             metrics().decisions.labels("refuse", message.reason.value).inc()
             refuse(self._answer, waiting.request, message.reason, message.retry_after_s)
 

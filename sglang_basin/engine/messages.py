@@ -49,10 +49,12 @@ class Running(msgspec.Struct, tag="running", array_like=True, frozen=True):
 
 
 class Enter(msgspec.Struct, tag="enter", array_like=True, frozen=True):
-    """Prefill lets the call of `room` go on; its session has entered, and goes by this priority from now on."""
+    """Prefill lets the call of `room` go on; its session has entered, and goes by this priority from now on. Of a call
+    that named none, `session_id` is the one that prefill infers from its prompt, if any."""
 
     room: Room
     priority_ms: Milliseconds
+    session_id: SessionId | None = None
 
 
 class Wait(msgspec.Struct, tag="wait", array_like=True, frozen=True):

@@ -21,7 +21,7 @@ from sglang_basin.engine.control import PrefillEnd
 from sglang_basin.engine.decision_log import KINDS, DecisionLog
 from sglang_basin.engine.door import door_for, predictor_for
 from sglang_basin.engine.figures import cache_figures, control_figures, door_figures
-from sglang_basin.engine.identity import Stamp, stamp_of
+from sglang_basin.engine.identity import INFERRED_PREFIX, Stamp, stamp_of
 from sglang_basin.engine.metrics import (
     SHOW_EVERY_S,
     log,
@@ -259,10 +259,15 @@ class PrefillGate:
         if track:
             self._inside[request.rid] = call
         if (asker := self._askers.pop(call, None)) is not None:
-            self._send(asker, messages.Enter(int(call), request.priority))
+            self._send(asker, self._let_in(call, request.priority))
         elif not track and self.control is not None:
-            _remember(self._verdicts, call, (messages.Enter(int(call), request.priority), now_s))
+            _remember(self._verdicts, call, (self._let_in(call, request.priority), now_s))
         self._turn.go_on(request)
+
+    def _let_in(self, call: str, priority_ms: int) -> messages.Enter:
+        session_id = self.door.session_of(call)
+        is_inferred = session_id is not None and session_id.startswith(INFERRED_PREFIX)
+        return messages.Enter(int(call), priority_ms, session_id if is_inferred else None)
 
     def _note_left(self, call: str, *, answered: bool) -> None:
         if self._by_prompt is not None:
@@ -330,7 +335,7 @@ class PrefillGate:
             self._askers[call] = peer
             self._send(peer, messages.Wait(room))
         elif (session_id := self.door.session_of(call)) is not None:
-            self._send(peer, messages.Enter(room, self._priorities.stamp(self.door.order(session_id, now_s))))
+            self._send(peer, self._let_in(call, self._priorities.stamp(self.door.order(session_id, now_s))))
         elif (verdict := self._verdicts.get(call)) is not None:
             self._send(peer, verdict[0])
         else:

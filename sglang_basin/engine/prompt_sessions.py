@@ -1,4 +1,8 @@
-"""Sessions of calls that name none, as prefill's gate infers them from their prompts (`policy.lineage`)."""
+"""Sessions of calls that name none, as the gates infer them from their prompts (`policy.lineage`).
+
+Prefill's names are the ones that count. A decode gate infers for itself only to know again what prefill let in, so that
+it need not ask about every call.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,19 @@ from sglang_basin.engine.identity import INFERRED_PREFIX, Stamp
 from sglang_basin.engine.metrics import fault, metrics
 from sglang_basin.policy.lineage import Lineage
 
-MAX_SINGLE_CALLS = 20_000
+MAX_CALLS = 20_000
 
 
 class PromptSessions:
     """Names for unnamed calls. A failure costs a call its session, nothing else."""
 
-    def __init__(self, max_sessions: int, runs: Callable[[str], bool]) -> None:
-        """`runs` says of a session's name whether a call of it is held or under way: the door knows."""
+    def __init__(self, max_sessions: int, runs: Callable[[str], bool] | None = None) -> None:
+        """`runs` says of a session's name whether a call of it is held or under way: the door knows. Without it that is
+        found out from what is placed and what has `left`."""
         self._fingerprints = Fingerprints()
         self._lineage = Lineage(max_sessions=max_sessions, prefix=f"{INFERRED_PREFIX}{secrets.token_hex(3)}-")
         self._runs = runs
-        self._single: OrderedDict[str, str] = OrderedDict()  # calls that the door does not know -> conversation
+        self._calls: OrderedDict[str, str] = OrderedDict()  # those that `runs` does not know -> conversation
         self._running: Counter[str] = Counter()  # conversations of these calls
 
     def session_of(self, call: str, request: Any, stamp: Stamp) -> str | None:
@@ -41,12 +46,9 @@ class PromptSessions:
             return None
         if placed.is_session:
             metrics().identity.labels("prompt").inc()
-            return placed.session_id
-        self._single[call] = placed.session_id
-        self._running[placed.session_id] += 1
-        if len(self._single) > MAX_SINGLE_CALLS:
-            self._stop(next(iter(self._single)))
-        return None
+        if not placed.is_session or self._runs is None:
+            self._start(call, placed.session_id)
+        return placed.session_id if placed.is_session else None
 
     def left(self, call: str, session_id: str | None, *, answered: bool) -> None:
         """A call is over, `answered` to its end or not. `session_id` is what the door knows it by, if it does; calls
@@ -59,8 +61,15 @@ class PromptSessions:
         """The session has ended. Any session's name will do."""
         self._lineage.ended(session_id)
 
+    def _start(self, call: str, conversation: str) -> None:
+        self._stop(call)
+        self._calls[call] = conversation
+        self._running[conversation] += 1
+        if len(self._calls) > MAX_CALLS:
+            self._stop(next(iter(self._calls)))
+
     def _stop(self, call: str) -> str | None:
-        conversation = self._single.pop(call, None)
+        conversation = self._calls.pop(call, None)
         if conversation is not None:
             self._running[conversation] -= 1
             if not self._running[conversation]:
@@ -68,4 +77,4 @@ class PromptSessions:
         return conversation
 
     def _is_running(self, session_id: str) -> bool:
-        return session_id in self._running or self._runs(session_id)
+        return session_id in self._running or (self._runs is not None and self._runs(session_id))

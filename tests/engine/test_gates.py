@@ -85,7 +85,7 @@ class Pair:
             idle_timeout_s=60,
             max_sessions=100,
             finals=FinalAnswers(None, None),
-            asks_unnamed=decode_asks,
+            by_prompt=PromptSessions(100) if decode_asks else None,
             clock=self.clock,
         )
 
@@ -163,7 +163,7 @@ class Pair:
         self.decode.left(SimpleNamespace(rid=f"d{room}", output_ids=[1, 2, 3], finished_reason=reason))
         by_prompt = self.prefill._by_prompt
         assert by_prompt is not None
-        self.until(lambda p, d: self.prefill.door.session_of(str(room)) is None and str(room) not in by_prompt._single)
+        self.until(lambda p, d: self.prefill.door.session_of(str(room)) is None and str(room) not in by_prompt._calls)
 
     def enter(self, session: str, room: int, tokens: int) -> None:
         legs = {"prefill": [self.call(session, room, tokens, side="p")], "decode": [self.call(session, room, tokens)]}
@@ -496,6 +496,22 @@ def test_unnamed_sessions_with_one_system_prompt_are_several(inferring: Pair) ->
     inferring.pass_unnamed(2, [*SYSTEM[:32], 2])
     inferring.pass_unnamed(3, [*SYSTEM[:32], 1, 7])
     assert live(inferring) == (2, 36 + 37)
+
+
+def test_decode_knows_an_unnamed_session_again_until_prefill_ends_it(inferring: Pair) -> None:
+    inferring.pass_unnamed(1, [*SYSTEM, 1])
+    assert rids(inferring.decode.pass_on([inferring.call(None, 2, prompt=[*SYSTEM, 1, 7])])) == ["d2"]
+    inferring.until(
+        lambda p, d: len(p) == 1, prefill=[inferring.call(None, 2, side="p", prompt=[*SYSTEM, 1, 7], starts_agent=True)]
+    )
+    inferring.leave(2, FINISH_LENGTH(3))
+    (name,) = [session.session_id for session in inferring.prefill.door.sessions()]
+    ending = CloseSessionReqInput(session_id=name)
+    inferring.until(lambda p, d: not inferring.decode._entered, prefill=[ending])
+    assert inferring.decode.pass_on([inferring.call(None, 3, prompt=[*SYSTEM, 1, 7, 8])]) == []
+    inferring.until(
+        lambda p, d: len(p) == len(d) == 1, prefill=[inferring.call(None, 3, side="p", prompt=[*SYSTEM, 1, 7, 8])]
+    )
 
 
 def test_single_calls_count_for_nothing_until_a_second_one_follows(inferring: Pair) -> None:

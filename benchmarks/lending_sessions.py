@@ -16,7 +16,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ def lending_node(
     page_size: int = 16,
     engine_arguments: Sequence[str] = (),
     config: BasinConfig | None = None,
+    environment: Mapping[str, str] | None = None,
     logs: Path | None = None,
 ) -> AbstractContextManager[Node]:
     return running_node(
@@ -51,6 +52,7 @@ def lending_node(
             engine_arguments=("--page-size", str(page_size), "--enable-metrics", *engine_arguments),
             prefill_arguments=("--max-total-tokens", str(prefill_tokens)),
             decode_arguments=("--max-total-tokens", str(decode_tokens)),
+            environment=environment or {},
             port=0,
             log_dir=logs,
         ),
@@ -94,17 +96,22 @@ def call(url: str, ids: list[int], tokens: int, *, salt: str | None = None, sess
     }
     body |= {"cache_salt": salt} if salt else {}
     body |= {"session_id": session} if session else {}
-    response = requests.post(url + "/generate", json=body, timeout=120)
+    response = requests.post(url + "/generate", json=body, headers=routing(session), timeout=120)
     response.raise_for_status()
     answer = response.json()
     return Answer(answer["output_ids"], answer["meta_info"]["cached_tokens"])
 
 
-def abandon(url: str, ids: list[int], after_s: float) -> None:
+def routing(session: str | None) -> dict[str, str]:
+    """Headers that keep a session's calls on one decode; the router hands them to nobody."""
+    return {"x-basin-session-id": session} if session else {}
+
+
+def abandon(url: str, ids: list[int], after_s: float, session: str | None = None) -> None:
     """Make a call and hang up on it."""
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 64, "temperature": 0, "ignore_eos": True}}
     with suppress(requests.exceptions.ReadTimeout):
-        requests.post(url + "/generate", json=body, timeout=(5, after_s))
+        requests.post(url + "/generate", json=body, headers=routing(session), timeout=(5, after_s))
 
 
 @dataclass
@@ -165,12 +172,13 @@ def play(
             changed.wait_for(lambda: session.number not in busy)
             busy.add(session.number)
         try:
+            name = f"sessions-{seed}-{session.number}"
             prompt = session.next_prompt(most_tokens)
             known = max(0, len(session.context) - 1) // page_size * page_size
             tokens = session.random.randint(2, 12)
             if position in hang_ups:
-                abandon(node.url, prompt, session.random.choice((0.005, 0.02, 0.05, 0.1)))
-            warm = call(node.url, prompt, tokens)
+                abandon(node.url, prompt, session.random.choice((0.005, 0.02, 0.05, 0.1)), name)
+            warm = call(node.url, prompt, tokens, session=name)
             cold = call(node.url, prompt, tokens, salt=f"{seed}-{position}")
             session.context = prompt + warm.ids
             session.turn += 1

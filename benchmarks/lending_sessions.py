@@ -40,6 +40,7 @@ def lending_node(
     decode_tokens: int = 40_000,
     page_size: int = 16,
     engine_arguments: Sequence[str] = (),
+    prefill_arguments: Sequence[str] = (),
     config: BasinConfig | None = None,
     environment: Mapping[str, str] | None = None,
     logs: Path | None = None,
@@ -50,7 +51,7 @@ def lending_node(
             decode=decode,
             config=config or BasinConfig(admission="off", lending="on"),
             engine_arguments=("--page-size", str(page_size), "--enable-metrics", *engine_arguments),
-            prefill_arguments=("--max-total-tokens", str(prefill_tokens)),
+            prefill_arguments=("--max-total-tokens", str(prefill_tokens), *prefill_arguments),
             decode_arguments=("--max-total-tokens", str(decode_tokens)),
             environment=environment or {},
             port=0,
@@ -228,21 +229,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--disconnects", type=int, default=0, help="calls that a client hangs up on before making them")
     parser.add_argument("--layers", type=int, default=MODEL.layers)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--engine-arguments", default="", help="more SGLang flags, in one string")
+    parser.add_argument("--prefill-arguments", default="", help="more SGLang flags for prefill, in one string")
     parser.add_argument("--lending", default="on", choices=("on", "off"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path)
     options = parser.parse_args(argv)
-    extra = options.engine_arguments.split()
-    if options.chunk:
-        extra += ["--chunked-prefill-size", str(options.chunk)]
+    chunk = ["--chunked-prefill-size", str(options.chunk)] if options.chunk else []
     model = ModelSpec(hidden=128, layers=options.layers, vocab=2048, dtype="float32", seed=7)
     with lending_node(
         model=model,
         prefill_tokens=options.prefill_tokens,
         decode_tokens=options.decode_tokens,
         page_size=options.page_size,
-        engine_arguments=extra,
+        engine_arguments=chunk,
+        prefill_arguments=options.prefill_arguments.split(),
         config=BasinConfig(admission="off", lending=options.lending),
         logs=options.logs,
     ) as node:

@@ -45,6 +45,9 @@ FORWARD_WAIT_S = 0.15
 
 PULLS_AT_ONCE = 8
 
+DRAIN_TURNS = 50
+DRAIN_TURN_S = 0.01
+
 
 class Came(IntEnum):
     """How far a part has come on one rank, in the order in which the least of all ranks is taken."""
@@ -156,6 +159,7 @@ class Borrower:
         self._stuck: list[Part] = []  # given up, their last read not yet through
         self._asking: dict[str, Any] = {}  # calls that wait for free slots, by rid
         self._peers: dict[str, _Peer] = {}
+        self._warned: set[str] = set()
         self._forward: tuple[tuple[Part, ...], float] = ((), 0.0)  # parts in the running forward, until when it waits
 
     # In the scheduler's loop.
@@ -194,6 +198,16 @@ class Borrower:
             if not patient:
                 del self._asking[req.rid]
                 self._judge(req, "no_room")
+
+    def drain(self) -> bool:
+        """Before the pool is reset: whether no slot is on its way any more, after waiting a little for those that
+        are. The same on all ranks."""
+        for _ in range(DRAIN_TURNS):
+            if not self.private_tokens:
+                break
+            time.sleep(DRAIN_TURN_S)
+            self.settle()
+        return not self.private_tokens
 
     def ready(self, req: Any) -> bool:
         """Whether a bootstrapped call may go on to the waiting queue, now that what is lent to it has come, is about to
@@ -306,7 +320,9 @@ class Borrower:
         if end <= 0:
             return None, "none"
         if wrong := self.transport.mismatch(info.mooncake_session_id):
-            log.warning("Basin: %s lends nothing to this prefill: %s", info.mooncake_session_id, wrong)
+            if wrong not in self._warned:
+                self._warned.add(wrong)
+                log.warning("Basin: %s lends nothing to this prefill: %s", info.mooncake_session_id, wrong)
             return None, "layout"
         return _Offer(info.mooncake_session_id, info.lent_pages, end), None
 

@@ -201,7 +201,7 @@ def hold_abort_ack(original: Any, self: Any, room: int) -> None:
 
 def refuse_flush(original: Any, self: Any, *args: Any, **kwargs: Any) -> bool:
     """Around `Scheduler.flush_cache`: not while slots are being written to; SGLang's own answer when it is not idle."""
-    if _borrower is not None and _borrower.private_tokens:
+    if _borrower is not None and not _or_off(_borrower.drain, True):
         log.warning("Cache not flushed: %d lent tokens are still on their way", _borrower.private_tokens)
         return False
     return original(self, *args, **kwargs)

@@ -32,7 +32,8 @@ PEER = "decode:1"
 class Instance:
     """One side: pool, allocator, tree. The KV of a token depends on the whole prompt up to it, as a model's does."""
 
-    def __init__(self, tokens: int, page: int) -> None:
+    def __init__(self, tokens: int, page: int, ranks: Any = None) -> None:
+        """`ranks`: torch's process group of the ranks that share a tree's decisions."""
         self.page = page
         self.pool = MHATokenToKVPool(tokens, page, torch.float32, 1, 2, LAYERS, "cpu", enable_memory_saver=False)
         kind: Any = (tokens,) if page == 1 else (tokens, page)
@@ -46,6 +47,7 @@ class Instance:
                 token_to_kv_pool_allocator=self.allocator,
                 page_size=page,
                 tree_components=(ComponentType.FULL,),
+                attn_tp_cache_group=ranks,
             )
         )
 
@@ -167,9 +169,10 @@ class World:
         decode_tokens: int = 1024,
         patience_s: float = 5.0,
         share: float = 1.0,
+        ranks: Any = None,
     ) -> None:
         self.page = page
-        self.prefill, self.decode = Instance(prefill_tokens, page), Instance(decode_tokens, page)
+        self.prefill, self.decode = Instance(prefill_tokens, page, ranks), Instance(decode_tokens, page)
         self.transport = Copies(self.decode, self.prefill)
         self.manager = Manager()
         self.scheduler = SimpleNamespace(

@@ -196,7 +196,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Demo, BasinConfig | 
     parser.add_argument(
         "--arms",
         default="stock,basin",
-        help="which arms, in order: stock, basin, or an admission law for Basin with that one (default: stock,basin)",
+        help="which arms, in order: stock, basin, lending, or an admission law for Basin with that one (default: stock,basin)",
     )
     for name in ("rate_per_min", "surge_extra", "duration_s", "tail_s"):
         flag = "--" + name.replace("_", "-")
@@ -218,6 +218,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     basin = config or demo.basin()
     arms: dict[str, BasinConfig | None] = {"stock": None, "basin": basin}
+    arms["lending"] = dataclasses.replace(basin, lending="on")
     arms |= {law: dataclasses.replace(basin, admission=law) for law in ("current", "partial", "peak")}
     wanted = options.arms.split(",")
     if unknown := [name for name in wanted if name not in arms]:

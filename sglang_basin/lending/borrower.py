@@ -2,7 +2,8 @@
 
 All of it runs in the scheduler's thread of every rank; `Pull` alone has a thread. A call's lent part goes through
 
-    asked     the call is bootstrapped and decode holds more of its prefix than prefill's caches: wait for free slots
+    asked     the call is bootstrapped and decode holds more of its prefix than prefill's caches: wait for free slots,
+              half the patience at most
     flowing   slots are allocated, the prefix before them is locked, a thread reads
     near      so little is missing that the call may be scheduled: the forward of layer l waits for layer l alone
     landed    all is there: the slots join the radix tree like computed KV, before or after the call ran
@@ -73,6 +74,8 @@ class Part:
     slots: torch.Tensor
     pull: Pull
     lent_bytes: int
+    until_s: float
+    """The end of the call's patience."""
     near: bool = False
     shown_from: int | None = None
     """The call was last told that it has everything up to `end`, of which so much came from the tree."""
@@ -180,7 +183,7 @@ class Borrower:
             [
                 *(self._came(part, now_s) for part in parts),
                 *(part.pull.over for part in stuck),
-                *(now_s - chance_of(req).asked_s < self.patience_s for req in asking),
+                *(now_s - chance_of(req).asked_s < self.patience_s / 2 for req in asking),
             ]
         )
         for part, far in zip(parts, came, strict=False):
@@ -196,7 +199,6 @@ class Borrower:
                 self._allocator.free(part.slots)
         for req, patient in zip(asking, came[len(parts) + len(stuck) :], strict=True):
             if not patient:
-                del self._asking[req.rid]
                 self._judge(req, "no_room")
 
     def drain(self) -> bool:
@@ -229,11 +231,11 @@ class Borrower:
         """The tree's answer (`MatchResult`) to a match of `limit` tokens for `req`, with a part that is near as its
         continuation."""
         part = self._parts.get(req.rid)
-        if part is None or not part.near:
+        if part is None:
             return result
-        have = result.device_prefix_len
         part.shown_from = None
-        if not part.start <= have < part.end <= limit or have + result.host_hit_length >= part.end:
+        have = result.device_prefix_len
+        if not part.near or not part.start <= have < part.end <= limit or have + result.host_hit_length >= part.end:
             return result
         part.shown_from = have
         return result._replace(
@@ -301,7 +303,8 @@ class Borrower:
             self._asking[req.rid] = req
             return False
         self._asking.pop(req.rid, None)
-        return not self._begin(req, offer, key, match, start, end)
+        waited_s = 0.0 if chance.asked_s is None else self._clock() - chance.asked_s
+        return not self._begin(req, offer, key, match, start, end, self.patience_s - waited_s)
 
     def _offer(self, req: Any) -> tuple[_Offer | None, str | None]:
         """What decode lends for this call, or why this rank cannot take it."""
@@ -351,7 +354,7 @@ class Borrower:
     def _room_tokens(self) -> int:
         return self._allocator.available_size() + self._tree.evictable_size()
 
-    def _begin(self, req: Any, offer: _Offer, key: Any, match: Any, start: int, end: int) -> bool:
+    def _begin(self, req: Any, offer: _Offer, key: Any, match: Any, start: int, end: int, patience_s: float) -> bool:
         """Allocate, lock and start reading; False, with nothing kept, if that fails or the call has just ended."""
         tree = self._tree
         lock = tree.lock(match.last_device_node)
@@ -383,13 +386,16 @@ class Borrower:
         )
         self._peers[offer.peer].breaker.begin()
         lent_bytes = plan.total_pages * transport.page_bytes
-        self._parts[req.rid] = Part(req, offer.peer, start, end, key, before[:start], lock, slots, pull, lent_bytes)
+        self._parts[req.rid] = Part(
+            req, offer.peer, start, end, key, before[:start], lock, slots, pull, lent_bytes, pull.began_s + patience_s
+        )
         pull.start()
         log.debug("Basin pulls tokens %d to %d of call %s from %s", start, end, req.rid, offer.peer)
         return True
 
     def _judge(self, req: Any, outcome: str) -> bool:
         chance_of(req).judged = True
+        self._asking.pop(req.rid, None)
         metrics().lent_calls.labels(outcome).inc()
         return True
 
@@ -399,7 +405,7 @@ class Borrower:
         pull = part.pull
         if pull.landed:
             return Came.LANDED
-        if pull.over or now_s - pull.began_s > self.patience_s:
+        if pull.over or now_s > part.until_s:
             return Came.GIVEN_UP
         return Came.NEAR if self.overlap and pull.remaining_s(now_s) <= NEAR_S else Came.FLOWING
 

@@ -140,8 +140,8 @@ def test_a_peer_that_fails_or_stops_costs_the_patience_once_and_is_left_alone(mo
     assert world.compute(again)[1] == 96
 
 
-def test_a_call_waits_for_slots_as_long_as_its_patience() -> None:
-    world = World(16, prefill_tokens=256, patience_s=0.3)
+def test_a_call_waits_for_slots_half_its_patience() -> None:
+    world = World(16, prefill_tokens=256, patience_s=0.6)
     world.decode.cache(prompt(200, 0))
     taken = world.prefill.allocate(128)
     req = world.arrive([*prompt(200, 0), 1])
@@ -193,6 +193,27 @@ def test_nothing_is_read_for_a_call_that_decode_has_given_up() -> None:
     assert world.manager.asked_to_ack == [req.bootstrap_room]
     world.check()
     assert world.prefill.tree.protected_size() == 0
+
+
+def test_a_call_whose_part_stalls_before_it_is_scheduled_is_computed_at_once() -> None:
+    """It was told that its part is near, was not admitted, and then the peer stopped: the old answer must not count."""
+    world = World(16)
+    world.decode.cache(prompt(100))
+    world.transport.hold()
+    req = world.arrive([*prompt(100), 1])
+    assert not world.turn(req)
+    world.transport.release(LAYERS - 1)
+    world.bootstrap(req)
+    match = world.prefill.find(req.prompt, limit=100)
+    assert world.borrower.matched(req, 100, match).device_prefix_len == 96
+    assert world.borrower.tail(req) is not None
+    time.sleep(0.3)
+    world.borrower.settle()
+    assert world.compute(req) == (True, 0)
+    assert world.borrower.tail(req) is None
+    world.transport.release()
+    world.settle_all()
+    world.check()
 
 
 @pytest.mark.parametrize("page", PAGES)

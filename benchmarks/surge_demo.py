@@ -196,7 +196,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Demo, BasinConfig | 
     parser.add_argument(
         "--arms",
         default="stock,basin",
-        help="which arms, in order: stock, basin, lending, or an admission law for Basin with that one (default: stock,basin)",
+        help="which arms, in order: stock, basin, lending, or Basin with an admission law (default: stock,basin)",
     )
     for name in ("rate_per_min", "surge_extra", "duration_s", "tail_s"):
         flag = "--" + name.replace("_", "-")

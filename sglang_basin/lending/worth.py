@@ -1,4 +1,4 @@
-"""Is a pull quicker than computing the tokens again? Decided from what was measured, with both times in the answer."""
+"""Does a pull pay against computing the tokens again? Decided from what was measured, with both times in the answer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 MEMORY = 50.0
 """So many of the latest measurements carry nearly all of a line's weight."""
 
-FRESH_S = 30.0
+FRESH_S = 5.0
 """A link that nobody has used for so long is tried again, whatever it was like."""
+
+TRIES = 4
+"""So many reads are made before a link is judged. The very first one also opens the connection and does not count."""
+
+READ_MAY_TAKE = 2.0
+"""A pull pays as long as it takes no longer than so many times what computing would: it keeps one call waiting,
+computing keeps all of prefill's calls waiting."""
 
 
 @dataclass(slots=True)
@@ -56,11 +63,14 @@ class Link:
     """What reading from one peer has taken."""
 
     line: Line = field(default_factory=Line)
+    reads: int = 0
     last_s: float = float("-inf")
 
     def note(self, read_bytes: int, seconds: float, now_s: float) -> None:
-        self.line.note(read_bytes, seconds)
+        self.reads += 1
         self.last_s = now_s
+        if self.reads > 1:
+            self.line.note(read_bytes, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +92,10 @@ def worth(tokens: int, lent_bytes: int, link: Link, computing: Line, now_s: floa
     """Whether to pull `tokens` of `lent_bytes` over `link`; `computing` is prefill's time over the tokens of a batch.
 
     The tokens ride in a batch that runs anyway, so computing them costs its slope only. While one of the two times is
-    unknown, or the link's is old, the pull is tried: that is how they become known.
+    little known, or the link's is old, the pull is tried: that is how they become known.
     """
     pull_s = link.line.seconds(lent_bytes) if link.line.known else None
     compute_s = tokens * computing.slope_s if computing.known else None
-    if pull_s is None or compute_s is None or now_s - link.last_s > FRESH_S:
+    if pull_s is None or compute_s is None or link.reads < TRIES or now_s - link.last_s > FRESH_S:
         return Worth(True, pull_s, compute_s)
-    return Worth(pull_s < compute_s, pull_s, compute_s)
+    return Worth(pull_s < READ_MAY_TAKE * compute_s, pull_s, compute_s)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_basin.lending.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
-from sglang_basin.lending.worth import FRESH_S, Line, Link, worth
+from sglang_basin.lending.worth import FRESH_S, TRIES, Line, Link, worth
 
 
 def line(fixed_s: float, slope_s: float, sizes: list[float]) -> Line:
@@ -49,7 +49,10 @@ def test_a_pull_is_tried_while_nothing_is_known_and_then_compared() -> None:
     computing = line(0.01, 1e-4, [100.0, 1000.0])
     fast, slow = Link(), Link()
     assert worth(1000, 10**6, fast, computing, 0.0).pull
-    for read_bytes in (10**5, 10**6):
+    fast.note(10**5, 3.0, 0.0)  # the first read opens the connection
+    slow.note(10**5, 3.0, 0.0)
+    for read_bytes in (10**5, 10**6, 10**5, 10**6)[: TRIES - 1]:
+        assert worth(1000, 10**6, slow, computing, 1.0).pull, "too few reads to judge by"
         fast.note(read_bytes, 0.001 + read_bytes * 1e-9, 0.0)
         slow.note(read_bytes, 0.001 + read_bytes * 1e-6, 0.0)
     assert worth(1000, 10**6, fast, Line(), 1.0).pull
@@ -59,7 +62,7 @@ def test_a_pull_is_tried_while_nothing_is_known_and_then_compared() -> None:
     assert paid.pull_s == pytest.approx(0.002)
     assert str(paid) == "reading takes 2.0 ms, computing 100.0 ms"
     assert not worth(1000, 10**6, slow, computing, 1.0).pull
-    assert not worth(10, 10**4, fast, computing, 1.0).pull, "the fixed cost of a read outweighs ten tokens"
+    assert not worth(3, 10**4, fast, computing, 1.0).pull, "the fixed cost of a read outweighs three tokens"
     assert worth(1000, 10**6, slow, computing, FRESH_S + 1.0).pull, "a link is tried again now and then"
 
 

@@ -13,6 +13,10 @@ FRESH_S = 5.0
 TRIES = 4
 """So many reads are made before a link is judged. The very first one also opens the connection and does not count."""
 
+REACH = 2.0
+"""A link's reads say nothing about one that is larger than so many times their largest: what a small one takes is
+mostly its fixed cost."""
+
 READ_MAY_TAKE = 2.0
 """A pull pays as long as it takes no longer than so many times what computing would: it keeps one call waiting,
 computing keeps all of prefill's calls waiting."""
@@ -64,6 +68,7 @@ class Link:
 
     line: Line = field(default_factory=Line)
     reads: int = 0
+    largest_bytes: int = 0
     last_s: float = float("-inf")
 
     def note(self, read_bytes: int, seconds: float, now_s: float) -> None:
@@ -71,6 +76,13 @@ class Link:
         self.last_s = now_s
         if self.reads > 1:
             self.line.note(read_bytes, seconds)
+            self.largest_bytes = max(self.largest_bytes, read_bytes)
+
+    def seconds(self, read_bytes: int, now_s: float) -> float | None:
+        """What a read of this size will take, or None: it is to be tried."""
+        if self.reads < TRIES or now_s - self.last_s > FRESH_S or read_bytes > REACH * self.largest_bytes:
+            return None
+        return self.line.seconds(read_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +104,9 @@ def worth(tokens: int, lent_bytes: int, link: Link, computing: Line, now_s: floa
     """Whether to pull `tokens` of `lent_bytes` over `link`; `computing` is prefill's time over the tokens of a batch.
 
     The tokens ride in a batch that runs anyway, so computing them costs its slope only. While one of the two times is
-    little known, or the link's is old, the pull is tried: that is how they become known.
+    not known, the pull is made: that is how it becomes known.
     """
-    pull_s = link.line.seconds(lent_bytes) if link.line.known else None
+    pull_s = link.seconds(lent_bytes, now_s)
     compute_s = tokens * computing.slope_s if computing.known else None
-    if pull_s is None or compute_s is None or link.reads < TRIES or now_s - link.last_s > FRESH_S:
-        return Worth(True, pull_s, compute_s)
-    return Worth(pull_s < READ_MAY_TAKE * compute_s, pull_s, compute_s)
+    pays = pull_s is None or compute_s is None or pull_s < READ_MAY_TAKE * compute_s
+    return Worth(pays, pull_s, compute_s)

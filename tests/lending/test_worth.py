@@ -66,6 +66,15 @@ def test_a_pull_is_tried_while_nothing_is_known_and_then_compared() -> None:
     assert worth(1000, 10**6, slow, computing, FRESH_S + 1.0).pull, "a link is tried again now and then"
 
 
+def test_small_reads_say_nothing_about_large_ones() -> None:
+    """Seen on a busy machine: one read of two tokens took 12 ms, and no session got its 700 tokens back after it."""
+    computing, link = line(0.01, 1e-4, [100.0, 1000.0]), Link()
+    for read_bytes in (2048, 2048, 3072, 2048, 2048, 3072):
+        link.note(read_bytes, 0.012 + 1e-6 * read_bytes, 0.0)
+    assert not worth(2, 2048, link, computing, 1.0).pull
+    assert worth(700, 700 * 1024, link, computing, 1.0).pull
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_a_breaker_opens_on_a_failure_and_closes_on_a_success(outcomes: list[bool]) -> None:
     breaker, now_s, in_a_row = Breaker(), 0.0, 0

@@ -260,7 +260,7 @@ class PrefillGate:
             self._inside[request.rid] = call
         if (asker := self._askers.pop(call, None)) is not None:
             self._send(asker, self._let_in(call, request.priority))
-        elif not track and self.control is not None:
+        elif self.control is not None:  # the door may have forgotten the call by the time that decode asks
             _remember(self._verdicts, call, (self._let_in(call, request.priority), now_s))
         self._turn.go_on(request)
 

@@ -380,6 +380,13 @@ def test_decode_that_asks_after_the_refusal_gets_it_too(pair: Pair) -> None:
     full.decode.let_go()
 
 
+def test_decode_that_asks_after_the_session_was_closed_gets_the_verdict(pair: Pair) -> None:
+    """Regression: the door had dropped the session's running call, and decode waited out its patience."""
+    pair.prefill.pass_on([pair.call("a", 1, side="p"), CloseSessionReqInput(session_id="a")])
+    _, decode_out = pair.until(lambda p, d: bool(d), decode=[pair.call("a", 1)])
+    assert rids(decode_out) == ["d1"]
+
+
 def test_a_full_queue_turns_both_legs_away_at_once(pair: Pair) -> None:
     full = Pair(max_queued=0)
     full.enter("a", 1, 101)

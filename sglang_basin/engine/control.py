@@ -113,6 +113,7 @@ class DecodeEnd:
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._monitors: dict[str, zmq.Socket[bytes]] = {}
+        self._connected: set[str] = set()  # peers to which a connection once stood
         self._on_open = on_open
 
     def send(self, peer: str, message: messages.FromDecode) -> bool:
@@ -143,16 +144,18 @@ class DecodeEnd:
                     received.append((peer, message))
         return received
 
-    def lost(self) -> set[str]:
-        """Prefill instances to which an established connection broke since the last time. ZeroMQ connects again by
-        itself, and delivers what was queued meanwhile."""
-        lost = set()
+    def renewed(self) -> set[str]:
+        """Prefill instances to which a broken connection stands again since the last time. ZeroMQ renews it by itself,
+        and delivers what was queued meanwhile."""
+        renewed = set()
         for peer, monitor in self._monitors.items():
             with contextlib.suppress(zmq.Again):
                 while True:
                     monitor.recv_multipart(zmq.NOBLOCK)
-                    lost.add(peer)
-        return lost
+                    if peer in self._connected:
+                        renewed.add(peer)
+                    self._connected.add(peer)
+        return renewed
 
     def close(self) -> None:
         for socket in self._sockets.values():
@@ -166,7 +169,7 @@ class DecodeEnd:
         socket = _socket(self._context, zmq.DEALER)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             socket.connect(peer)
         except zmq.ZMQError:

@@ -148,7 +148,7 @@ class DecodeGate:
     def pass_on(self, requests: list[Any]) -> list[Any]:
         now_s = self._clock()
         self._turn.begin(requests)
-        for peer in self._control.lost():
+        for peer in self._control.renewed():
             self._forget_sessions(peer)
         for peer, message in self._control.receive():
             self._hear(peer, message, now_s)
@@ -260,8 +260,8 @@ class DecodeGate:
         self._turn.go_on(request)
 
     def _forget_sessions(self, peer: str) -> None:
-        """The connection to a prefill instance broke: a door behind a new one may be new itself, and what the old one
-        said since is lost. So its sessions are asked about again."""
+        """The connection to a prefill instance was broken and stands again: the door may be a new one, and what the old
+        one said meanwhile is lost. So its sessions are asked about again."""
         for known in [known for known in self._entered if known[0] == peer]:
             del self._entered[known]
 

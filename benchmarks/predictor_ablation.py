@@ -1,225 +1,146 @@
 """What prediction error costs in goodput: the door with the real predictor against the same door with an oracle.
 
-    python benchmarks/predictor_ablation.py --trace FILE [--rate 5.5/min] [--seeds 1,2,3] [--split runs] [--lend]
+    .venv/bin/python benchmarks/predictor_ablation.py [--quick] [--seeds 1,2,3] [--jobs 2]
 
-The tasks are split in two. The predictor is fitted on one half and the simulator serves the other, so that no served
-task was seen in fitting; then the other way round. At a session's first call the predictor is told what a server knows
-there: task text, agent and model. A recorded session may be drawn more than once; each draw counts as a new task, so
-the memory of tasks cannot help. The oracle knows every peak exactly. Minutes.
-
-With --split runs each task's runs are split instead, as where tasks come again: the predictor knows other runs of the
-served tasks from its fit. It does not learn in service then, for a session drawn twice would teach its own peak.
+The same sessions and arrivals three times: with an oracle that knows every peak exactly, with the trained predictor on
+tasks that it has never seen (`sim_held_out.py`: fitted on half of the tasks, told at the first call what a request
+tells, and learning from what ends), and with the one that starts with nothing (`PeaksSeen`). The ratio's interval is
+over seeds: each load is drawn anew. Some ten minutes.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import dataclasses
-import itertools
-import json
-import statistics
-from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from sim_rooms import (
+    CODE,
+    DEFAULT,
+    LEND,
+    TERMINAL,
+    Figure,
+    Finding,
+    Scenario,
+    Table,
+    holds,
+    parse,
+    publish,
+    run_all,
+)
 
-from sglang_basin.policy.budget import Budget, BudgetSettings
-from sglang_basin.policy.door import Door, DoorSettings
-from sglang_basin.policy.prediction import PeakPredictor, PeaksSeen, Prediction
-from sglang_basin.policy.priority import SizeAwareOrder
-from sglang_basin.policy.reservation import law_named
-from sglang_basin.policy.sessions import Session
-from sglang_basin.predictor.model import PeakModel
-from sglang_basin.predictor.predictor import TrainedPredictor
-from sglang_basin.predictor.recorded import Recorded, read_recorded
-from sglang_basin.predictor.text import fingerprint
-from sglang_basin.predictor.training import fit_model
-from sglang_basin.replay.arrivals import ArrivalProfile, Surge
-from sglang_basin.replay.goodput import Target
-from sglang_basin.replay.plan import Plan, build_plan
-from sglang_basin.replay.quantities import rate_per_s, scale_factor
-from sglang_basin.replay.trace import Scaling, read_trace, scale_trace
-from sglang_basin.replay.trace import Session as TraceSession
-from sglang_basin.simulator.oracle import NoisyOracle, OracleSettings
-from sglang_basin.simulator.profile import HardwareProfile, read_profile
-from sglang_basin.simulator.records import summarize
-from sglang_basin.simulator.simulation import simulate
-
-PREDICTORS = ("oracle", "trained", "seen")
-
-
-class Described:
-    """Tells a trained predictor at a session's first call what the request would have told."""
-
-    def __init__(
-        self, predictor: TrainedPredictor, plan: Plan, recorded: dict[str, Recorded], *, tasks_again: bool
-    ) -> None:
-        self._tasks_again = tasks_again
-        self._predictor = predictor
-        self._trace_id = {planned.uid: planned.session.trace_id for planned in plan.sessions}
-        self._recorded = recorded
-
-    def predict(self, session: Session) -> Prediction:
-        if session.calls_seen <= 1 and session.session_id in self._trace_id:
-            known = self._recorded[self._trace_id.pop(session.session_id)]
-            task = known.task
-            if task is not None and not self._tasks_again:
-                task = dataclasses.replace(task, fingerprint=fingerprint(session.session_id))
-            self._predictor.describe(session.session_id, task=task, kin=known.kin)
-        return self._predictor.predict(session)
-
-    def learn(self, session: Session) -> None:
-        if self._tasks_again:
-            self._predictor.forget(session.session_id)
-        else:
-            self._predictor.learn(session)
-
-    def forget(self, session_id: str) -> None:
-        self._predictor.forget(session_id)
-
-
-def halves(names: Sequence[str], seed: int, *, tasks_again: bool) -> np.ndarray:
-    """0 or 1 per session: the same for all sessions of a task, or by turns within it."""
-    if tasks_again:
-        turn = Counter[str]()
-        side = []
-        for name in names:
-            side.append(turn[name] % 2)
-            turn[name] += 1
-        return np.array(side)
-    distinct = sorted(set(names))
-    side = dict(zip(distinct, np.random.default_rng(seed).permutation(len(distinct)) % 2, strict=True))
-    return np.array([side[name] for name in names])
-
-
-def goodput(
-    sessions: list[TraceSession],
-    recorded: dict[str, Recorded],
-    profile: HardwareProfile,
-    arrivals: ArrivalProfile,
-    seed: int,
-    predictor_name: str,
-    model: PeakModel,
-    tasks_again: bool,
-    law: dict[str, Any],
-) -> float:
-    """Sessions per hour within the target."""
-    plan = build_plan(sessions, arrivals, seed)
-
-    def predictor() -> PeakPredictor:
-        if predictor_name == "oracle":
-            return NoisyOracle(plan, OracleSettings(rank_correlation=1.0))
-        if predictor_name == "seen":
-            return PeaksSeen()
-        return Described(TrainedPredictor(copy.deepcopy(model)), plan, recorded, tasks_again=tasks_again)
-
-    def door() -> Door:
-        options = dict(law)
-        peak_share = options.pop("peak_share", 0.5)
-        order = SizeAwareOrder(options.pop("order_tokens_per_s", 30.0))
-        return Door(
-            DoorSettings(idle_timeout_s=600.0, hold_limit_s=1e9, ticket_grace_s=60.0, peak_share=peak_share),
-            law=law_named(**options),
-            budget=Budget(BudgetSettings(), profile.capacity_tokens),
-            order=order,
-            predictor=predictor(),
-        )
-
-    log = simulate(plan, profile, door)
-    unloaded_s = {session.trace_id: profile.unloaded_s(session) for session in sessions}
-    return summarize(log, unloaded_s, Target()).goodput_per_hour
-
-
-# r, in tokens a second, and the quantile after the comma are the order's: its default is 30 by P50.
-LAWS: dict[str, dict[str, Any]] = {
-    "current": {"name": "current"},
-    "partial 0.25 of P50": {"name": "partial", "alpha": 0.25, "share": 0.5},
-    "partial 0.25 of P25": {"name": "partial", "alpha": 0.25, "share": 0.25},
-    "partial 0.5 of P25": {"name": "partial", "alpha": 0.5, "share": 0.25},
-    "partial 0.5 of P50": {"name": "partial", "alpha": 0.5, "share": 0.5},
-    "peak, P50": {"name": "peak", "share": 0.5},
-    "peak, P25": {"name": "peak", "share": 0.25},
-    "partial 0.5 of P25, r 15": {"name": "partial", "alpha": 0.5, "share": 0.25, "order_tokens_per_s": 15.0},
-    "partial 0.5 of P25, r 8": {"name": "partial", "alpha": 0.5, "share": 0.25, "order_tokens_per_s": 8.0},
-    "partial 0.5 of P25, r 8 P75": {
-        "name": "partial",
-        "alpha": 0.5,
-        "share": 0.25,
-        "order_tokens_per_s": 8.0,
-        "peak_share": 0.75,
-    },
-    "partial 0.5 of P10, r 8 P75": {
-        "name": "partial",
-        "alpha": 0.5,
-        "share": 0.1,
-        "order_tokens_per_s": 8.0,
-        "peak_share": 0.75,
-    },
-    "multiplex": {"name": "multiplex"},
+TARGET = 0.95
+PREDICTORS = {
+    "oracle": {"predictor": "oracle", "rank_correlation": "1"},
+    "trained": {"predictor": "held-out"},
+    "learns online": {"predictor": "seen"},
+}
+SETTINGS: dict[str, dict[str, str]] = {
+    "default": {},
+    "P25 reserved": {"law_share": "0.25"},
+    "P75 reserved": {"law_share": "0.75"},
+    "half the growth": {"alpha": "0.5"},
+    "ordered by P75": {"peak_share": "0.75"},
+    "ordered by P25": {"peak_share": "0.25"},
+    "ordered by r = 30": {"order_tokens_per_s": "30"},
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--profile", default="h200-1p3d")
-    parser.add_argument("--rate", type=rate_per_s, default=rate_per_s("5.5/min"), metavar="R")
-    parser.add_argument("--surge", type=float, default=1.0, metavar="F", help="added between minutes 15 and 25 (1.0)")
-    parser.add_argument("--scale-tokens", type=scale_factor, default=1.0, metavar="F")
-    parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--split", choices=("tasks", "runs"), default="tasks", help="what is split in two (tasks)")
-    parser.add_argument("--lend", action="store_true", help="decode lends its idle memory")
-    parser.add_argument("--laws", nargs="+", default=list(LAWS), metavar="LAW", help=", ".join(LAWS))
-    parser.add_argument("--predictors", nargs="+", default=list(PREDICTORS), choices=PREDICTORS)
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    options = parser.parse_args()
+def _scenario(says: str, **what: Any) -> Scenario:
+    return Scenario(name=says, says=says, **what)
 
-    profile = read_profile(options.profile).changed({"decode.lend": "true"} if options.lend else {})
-    scaling = Scaling(tool_cap_s=120.0, tokens=options.scale_tokens)
-    arrivals = ArrivalProfile(
-        rate_per_s=options.rate,
-        duration_s=3600.0,
-        tail_s=900.0,
-        surge=Surge(options.surge, 900.0, 1500.0) if options.surge else None,
-    )
-    traced, recorded = read_trace(options.trace), read_recorded(options.trace)
-    if options.scale_tokens != 1:
-        recorded = [_scaled(one, options.scale_tokens) for one in recorded]
-    tasks_again = options.split == "runs"
-    side = halves([one.group for one in recorded], 1, tasks_again=tasks_again)
-    by_id = {session.trace_id: one for session, one in zip(traced, recorded, strict=True)}
-    results: dict[str, dict[str, list[float]]] = {
-        law: {name: [] for name in options.predictors} for law in options.laws
-    }
-    for served in (0, 1):
-        model = fit_model([one for one, at in zip(recorded, side, strict=True) if at != served])
-        sessions = scale_trace([one for one, at in zip(traced, side, strict=True) if at == served], scaling)
-        seeds = [int(seed) for seed in options.seeds.split(",")]
-        for law, name, seed in itertools.product(options.laws, options.predictors, seeds):
-            found = goodput(sessions, by_id, profile, arrivals, seed, name, model, tasks_again, LAWS[law])
-            results[law][name].append(found)
-    means = {law: {name: statistics.mean(found) for name, found in results[law].items()} for law in options.laws}
-    best = max(of_law.get("oracle", 0.0) for of_law in means.values())
-    print(
-        f"{'law':28s} " + " ".join(f"{name:>9s}" for name in options.predictors) + "  trained / oracle, / best oracle"
-    )
-    for law, of_law in means.items():
-        line = f"{law:28s} " + " ".join(f"{of_law[name]:9.1f}" for name in options.predictors)
-        if {"trained", "oracle"} <= of_law.keys():
-            line += f"  {of_law['trained'] / of_law['oracle']:16.3f}  {of_law['trained'] / best:13.3f}"
-        print(line)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+SCENARIOS = (
+    _scenario("code, 5.5/min, +100 %", workload=CODE, rate_per_min=5.5, extra=1.0),
+    _scenario("code, 5.5/min, +300 %", workload=CODE, rate_per_min=5.5, extra=3.0),
+    _scenario("code, lending, 9/min, +100 %", workload=CODE, rate_per_min=9.0, extra=1.0, changes=LEND),
+    _scenario("code, lending, 5.5/min, +300 %", workload=CODE, rate_per_min=5.5, extra=3.0, changes=LEND),
+    _scenario("terminal, 3/min, +100 %", workload=TERMINAL, rate_per_min=3.0, extra=1.0),
+    _scenario("terminal, lending, 6/min, +100 %", workload=TERMINAL, rate_per_min=6.0, extra=1.0, changes=LEND),
+)
+
+Goodputs = dict[tuple[str, str, str], list[float]]
+"""(scenario, settings, predictor) -> one a seed."""
+
+
+def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
+    """Of the totals over seeds, with a 95 % interval by drawing seeds with replacement."""
+    pairs = np.array([ours, theirs])
+    places = np.random.default_rng(1).integers(pairs.shape[1], size=(2000, pairs.shape[1]))
+    drawn = pairs[0][places].sum(axis=1) / np.maximum(1e-9, pairs[1][places].sum(axis=1))
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(pairs[0].sum() / max(1e-9, pairs[1].sum())), float(low), float(high)
+
+
+def main() -> int:
+    options = parse(__doc__)
+    settings = {"default": SETTINGS["default"]} if options.quick else SETTINGS
+    keys = [
+        (scenario, name, predictor, seed)
+        for scenario in SCENARIOS
+        for name in settings
+        for predictor in PREDICTORS
+        for seed in options.seeds
+        if name == "default" or predictor != "learns online"
+    ]
+    cases = [
+        scenario.case("basin", DEFAULT | settings[name] | PREDICTORS[predictor], seed)
+        for scenario, name, predictor, seed in keys
+    ]
+    found: Goodputs = {}
+    for (scenario, name, predictor, _), result in zip(keys, run_all(cases, options.jobs), strict=True):
+        found.setdefault((scenario.name, name, predictor), []).append(_goodput(result))
+    finding = _finding(found, list(settings))
+    publish(finding, options, (CODE, TERMINAL), len(cases))
     return 0
 
 
-def _scaled(one: Recorded, factor: float) -> Recorded:
-    calls = tuple((max(1, round(prompt * factor)), round(output * factor)) for prompt, output in one.calls)
-    return dataclasses.replace(one, calls=calls)
+def _goodput(result: Mapping[str, Any]) -> float:
+    return float(result["summary"]["goodput_per_hour"])
+
+
+def _finding(found: Goodputs, names: list[str]) -> Finding:
+    figures, rows = [], []
+    for scenario in SCENARIOS:
+        whole, low, high = ratio(found[scenario.name, "default", "trained"], found[scenario.name, "default", "oracle"])
+        figures.append(
+            Figure(
+                what=f"goodput with the trained predictor over an oracle's: {scenario.says}",
+                article=f"at least {TARGET} (ours)",
+                ours=f"{whole:.3f} ({low:.2f} to {high:.2f})",
+                holds=holds(whole >= TARGET, high >= TARGET),
+            )
+        )
+        rows.append([scenario.says, *(f"{np.mean(found[scenario.name, 'default', one]):.0f}" for one in PREDICTORS)])
+    others = []
+    for name in names:
+        row = [name]
+        for scenario in SCENARIOS:
+            ours, oracle = found[scenario.name, name, "trained"], found[scenario.name, name, "oracle"]
+            best = max((found[scenario.name, one, "oracle"] for one in names), key=sum)
+            row.append(f"{ratio(ours, oracle)[0]:.2f}, {ratio(ours, best)[0]:.2f}")
+        others.append(row)
+    return Finding(
+        name="predictor_ablation",
+        rank=95,
+        title="What prediction error costs",
+        method=(
+            "The default door on the same sessions and arrivals, with an oracle of every peak and with the trained "
+            "predictor on tasks that it has never seen. Goodput of all seeds together; the interval is over seeds."
+        ),
+        figures=figures,
+        tables=[
+            Table(title="Sessions an hour within target, mean of the seeds", columns=["load", *PREDICTORS], rows=rows),
+            Table(
+                title="Trained over the oracle with the same settings, and over the oracle with its best settings",
+                columns=["settings", *(scenario.says for scenario in SCENARIOS)],
+                rows=others,
+            ),
+        ],
+        numbers={" | ".join(key): values for key, values in found.items()},
+    )
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -107,9 +107,9 @@ def _matrix(known: Everything, groups: Sequence[str], fit: np.ndarray) -> np.nda
     if "task text" in groups and any(known.texts):
         words = TfidfVectorizer(sublinear_tf=True, max_features=5000, min_df=2, token_pattern=r"\w+")
         fitted = words.fit_transform([known.texts[place] for place in np.flatnonzero(fit)])
-        kept = min(TEXT_COMPONENTS, min(fitted.shape) - 1)
-        components = TruncatedSVD(kept, random_state=1).fit(fitted)
-        parts.append(components.transform(words.transform(known.texts)))
+        if (kept := min(TEXT_COMPONENTS, min(fitted.shape) - 1)) > 0:
+            components = TruncatedSVD(kept, random_state=1).fit(fitted)
+            parts.append(components.transform(words.transform(known.texts)))
     return np.hstack(parts)
 
 

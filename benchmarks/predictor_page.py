@@ -110,9 +110,7 @@ def _ceilings(found: Mapping[str, Any], traces: Sequence[str]) -> str:
 
 
 def _features(found: Mapping[str, Any], traces: Sequence[str]) -> str:
-    groups: list[str] = []
-    for name in traces:
-        groups += [group for one in found[name]["features"] for group in one["without"] if group not in groups]
+    groups = list(dict.fromkeys(g for name in traces for one in found[name]["features"] for g in one["without"]))
     rows = []
     for name in traces:
         for one in found[name]["features"]:
@@ -180,18 +178,19 @@ def _reading_of(found: Mapping[str, Any], name: str) -> Iterator[str]:
     if len(reached) == len(GAIN_CALLS):
         return
     missed = [call for call in GAIN_CALLS if call not in reached]
-    half = [_gain(found, name, "learning curve 50%", call) for call in missed]
-    more = [_of(gains, call)["gain"] - of_half["gain"] for call, of_half in zip(missed, half, strict=True) if of_half]
+    quarter = [_gain(found, name, LEARNING[0], call) for call in missed]
+    more = [_of(gains, call)["gain"] - one["gain"] for call, one in zip(missed, quarter, strict=True) if one]
     if more:
-        mean = sum(more) / len(more)
-        says = "more sessions of this kind would still help" if mean > 0.02 else "more such sessions would hardly help"
-        yield f"Where it is missed, twice the sessions brought {mean:+.2f}: {says}."
+        doubled = sum(more) / len(more) / 2
+        says = "more sessions of this kind would still help" if doubled > 0.02 else "more of them would hardly help"
+        yield f"Where it is missed, each doubling of the sessions from a quarter on brought {doubled:+.2f}: {says}."
     short = [one for one in features if one["call"] in missed and one["everything"][0] < GAIN]
     if short:
+        text = "task text" in short[0]["without"]
         best, where = max(one["everything"][0] for one in short), _calls([one["call"] for one in short])
         yield (
             f"A flexible model that is given everything gains at best {best:+.2f} at {where}, "
-            "so what is missing is not in the calls so far nor in the text."
+            f"so what is missing is not in the calls so far{' nor in the text' if text else ''}."
         )
     enough = [one["call"] for one in features if one["call"] in missed and one["everything"][0] >= GAIN]
     if enough:
@@ -201,10 +200,13 @@ def _reading_of(found: Mapping[str, Any], name: str) -> Iterator[str]:
     for one in tasks[:1]:
         share, ranked = one["share of variance between tasks"][0], one["gain of other runs and context"][0]
         yield (
-            f"The task decides {share:.0%} of the growth that remains at call {one['call']}: who knows its other runs "
-            f"gains {ranked:+.2f}. An unseen task's share has to be guessed from "
-            f"{one['tasks']} repeated tasks' texts, and is not."
+            f"The task decides {share:.0%} of how much a session still grows from call {one['call']} on: who knows its "
+            f"other runs gains {ranked:+.2f}."
         )
+        if share > 0.5:
+            yield "What an unseen one will take is not told by the texts and runs of the others: the rest is its own."
+        else:
+            yield "Two runs of one task differ about as much as two tasks do: the rest is the run's own chance."
 
 
 def _of(gains: Sequence[Mapping[str, float] | None], call: int) -> Mapping[str, float]:

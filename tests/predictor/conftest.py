@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 from made_sessions import SMALL, made
 
@@ -7,7 +9,12 @@ from sglang_basin.predictor.model import PeakModel
 from sglang_basin.predictor.training import fit_model
 
 
-@pytest.fixture
-def model() -> PeakModel:
-    """A model of its own for each test: learning changes it."""
+@pytest.fixture(scope="session")
+def fitted() -> PeakModel:
     return fit_model(made(80), SMALL)
+
+
+@pytest.fixture
+def model(fitted: PeakModel) -> PeakModel:
+    """A model of its own for each test: learning changes it."""
+    return copy.deepcopy(fitted)

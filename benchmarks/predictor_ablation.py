@@ -40,7 +40,6 @@ PREDICTORS = {
 SETTINGS: dict[str, dict[str, str]] = {
     "default": {},
     "P25 reserved": {"law_share": "0.25"},
-    "P60 reserved": {"law_share": "0.6"},
     "P75 reserved": {"law_share": "0.75"},
     "half the growth": {"alpha": "0.5"},
     "ordered by P75": {"peak_share": "0.75"},

@@ -30,7 +30,8 @@ Made by `predictor_page.py` of `results/predictor_study.json`, which `predictor_
 ranks are Spearman's between a prediction and the true peak among the sessions that reach a call, out of fold with all
 runs of a task in one fold, so that every task is an unseen one. *Gain* is that rank less the rank of the present
 context alone; the target is a gain of +0.10 at calls 4, 9 and 16. Intervals are 95 %, by drawing whole tasks with
-replacement. What prediction error costs in goodput is in [README.md](README.md) (`predictor_ablation.py`).
+replacement. Made with `--folds 10`; for swe_bench, where the target is reached, without learning curve and
+alternatives. What prediction error costs in goodput is in [README.md](README.md) (`predictor_ablation.py`).
 """
 
 

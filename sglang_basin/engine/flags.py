@@ -155,7 +155,8 @@ REFUSED: tuple[Refused, ...] = (
         parse=int,
         accepts=lambda value: value in (None, 1),
         needs="1",
-        why="each rank has a cache of its own, and the control channel knows one door per prefill server so far",
+        why="SGLang 0.5.23 takes every replica of a prefill server for rank 0 when KV is handed over, so that calls of "
+        "the other ones fail, and the control channel knows one door per prefill server so far",
         aliases=("--data-parallel-size",),
     ),
 )

@@ -159,6 +159,15 @@ REFUSED: tuple[Refused, ...] = (
         "the other ones fail, and the control channel knows one door per prefill server so far",
         aliases=("--data-parallel-size",),
     ),
+    Refused(
+        flag="--attn-dp-size",
+        field="attn_dp_size",
+        parse=int,
+        accepts=lambda value: value in (None, 1),
+        needs="1",
+        why="each attention group has a cache of its own, and the control channel knows one door per prefill server so far",
+        aliases=("--attention-data-parallel-size",),
+    ),
 )
 
 RAISED: tuple[Raised, ...] = (

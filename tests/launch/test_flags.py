@@ -52,6 +52,8 @@ def test_a_flag_the_user_gave_is_not_repeated() -> None:
             ("--priority-scheduling-preemption-threshold 3", "--disable-priority-preemption"),
         ),
         (["--grpc-mode"], ("--grpc-mode", "--basin-*")),
+        (["--dp-size", "2"], ("--dp-size 2", "--basin-*")),
+        (["--attention-data-parallel-size=2"], ("--attention-data-parallel-size 2", "--basin-*")),
     ],
 )
 def test_conflict_names_both(arguments: list[str], both: tuple[str, str]) -> None:

@@ -165,7 +165,7 @@ REFUSED: tuple[Refused, ...] = (
         parse=int,
         accepts=lambda value: value in (None, 1),
         needs="1",
-        why="each attention group has a cache of its own, and the control channel knows one door per prefill server so far",
+        why="each attention group has a cache of its own, and the control channel knows one door per prefill server",
         aliases=("--attention-data-parallel-size",),
     ),
 )

@@ -144,13 +144,16 @@ class Borrower:
         *,
         patience_s: float,
         overlap: bool = True,
+        counted: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`overlap` False where a forward cannot wait for single layers: a part is then used once it has landed."""
+        """`overlap` False where a forward cannot wait for single layers: a part is then used once it has landed.
+        `counted`: whether this rank's decisions, which are all ranks', are the ones on the metrics."""
         self.scheduler = scheduler
         self.transport = transport
         self.patience_s = patience_s
         self.overlap = overlap
+        self.counted = counted
         self.computing = Line()
         self.kv_manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
         self.reading = Reading(self.kv_manager)
@@ -396,8 +399,12 @@ class Borrower:
     def _judge(self, req: Any, outcome: str) -> bool:
         chance_of(req).judged = True
         self._asking.pop(req.rid, None)
-        metrics().lent_calls.labels(outcome).inc()
+        self._count(outcome)
         return True
+
+    def _count(self, outcome: str) -> None:
+        if self.counted:
+            metrics().lent_calls.labels(outcome).inc()
 
     # How a part ends.
 
@@ -443,11 +450,11 @@ class Borrower:
         known = self._peers[part.peer]
         known.breaker.succeeded()
         known.link.note(part.lent_bytes, seconds, self._clock())
-        shown = metrics()
-        shown.lent_calls.labels(outcome).inc()
-        shown.lent_tokens.inc(part.tokens)
-        shown.lent_bytes.inc(part.lent_bytes)
-        shown.lent_seconds.observe(seconds)
+        self._count(outcome)
+        if self.counted:
+            metrics().lent_tokens.inc(part.tokens)
+            metrics().lent_bytes.inc(part.lent_bytes)
+            metrics().lent_seconds.observe(seconds)
         log.debug("Basin got tokens %d to %d of call %s in %.4f s", part.start, part.end, part.req.rid, seconds)
 
     def _give_up(self, part: Part) -> None:
@@ -457,7 +464,7 @@ class Borrower:
         chance_of(part.req).judged = True
         self._tree.unlock(part.lock)
         self._peers[part.peer].breaker.failed(self._clock())
-        metrics().lent_calls.labels("late" if late else "failed").inc()
+        self._count("late" if late else "failed")
         log.warning(
             "Basin gives up on %d lent tokens of call %s after %.2f s: %s %s; they are computed",
             part.tokens,

@@ -36,13 +36,16 @@ def attach(scheduler: Any, patience_s: float) -> None:
         log.warning("Basin's lending is off on this prefill instance: %s", wrong)
         metrics().lending_up.set(0)
         return
+    from sglang.srt.runtime_context import get_parallel
+
     from sglang_basin.lending.borrower import Borrower
     from sglang_basin.lending.transport import MooncakeReads
 
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     transport = MooncakeReads(scheduler.disagg_prefill_bootstrap_queue.kv_manager, pool.layer_num)
     overlap = not _runs_prefill_graphs(scheduler)
-    _borrower = Borrower(scheduler, transport, patience_s=patience_s, overlap=overlap)
+    counted = get_parallel().attn_tp_rank == 0
+    _borrower = Borrower(scheduler, transport, patience_s=patience_s, overlap=overlap, counted=counted)
     pool.register_layer_transfer_counter(_LayerGate(_borrower, pool.layer_transfer_counter))
     metrics().lending_up.set(1)
     log.info("Basin's lending is on: pulls %s", "layer by layer" if overlap else "whole parts")

@@ -65,7 +65,7 @@ def _host_tokens(tree_cache: Any) -> int:
     pools = getattr(tree_cache, "host_pool_group", None)
     if pools is None:
         return 0
-    from sglang.srt.mem_cache.pool_host import PoolName
+    from sglang.srt.mem_cache.hicache_storage import PoolName
     from sglang.srt.runtime_context import get_memory
 
     entry = pools.entry_map.get(PoolName.KV)

@@ -33,25 +33,7 @@ from sim_rooms import (
     save_plot,
 )
 
-LOADS = (
-    *(scenario for scenario in GRID if scenario.changes == LEND),
-    Scenario(
-        name="code, lending, +300 %",
-        says="1P3D that lends, 9/min, +300 %",
-        workload=CODE,
-        rate_per_min=9.0,
-        extra=3.0,
-        changes=LEND,
-    ),
-    Scenario(
-        name="terminal, lending, overload",
-        says="1P3D that lends, 8/min for good, no surge",
-        workload=TERMINAL,
-        rate_per_min=8.0,
-        extra=None,
-        changes=LEND,
-    ),
-)
+LOADS = tuple(scenario for scenario in GRID if scenario.changes == LEND)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,26 +56,17 @@ VARIANTS = (
     variant("admission", "current context", law="current"),
     variant("admission", "half of the way to the peak", alpha="0.5"),
     variant("admission", "the whole peak", law="peak"),
-    variant("admission", "statistical multiplexing", law="multiplex"),
     variant("order", "by arrival of sessions", order="arrival"),
     variant("order", "fixed inside", updates_order="false"),
-    variant("order", "r = 30", order_tokens_per_s="30"),
-    variant("admission and order", "none, by arrival of sessions", enabled="false", order="arrival"),
     Variant("admission and order", "none, by arrival of calls (stock that lends)", {}, policy="stock"),
     variant("lending", "none", lends=False),
-    variant("lending and admission", "none", lends=False, enabled="false"),
     Variant("lending, admission and order", "none (stock)", {}, lends=False, policy="stock"),
     variant("budget", "fixed", band="0"),
-    variant("budget", "band 0.1", band="0.1"),
-    variant("budget", "band 0.6", band="0.6"),
     variant("prediction", "oracle", predictor="oracle", rank_correlation="1"),
     variant("prediction", "blurred as the article's", **BLURRED),
-    variant("prediction", "bare distribution of peaks", predictor="oracle", rank_correlation="0"),
     Variant("prediction", "learns online", dict(BASIN_ONLINE)),
     variant("prediction", "none (present context)", predictor="none"),
-    variant("prediction and law", "oracle, the whole peak", predictor="oracle", rank_correlation="1", law="peak"),
     variant("the door", "counts what is shared in full", shared_once="false"),
-    Variant("prediction and law", "learns online, half of the way", BASIN_ONLINE | {"alpha": "0.5"}),
 )
 
 

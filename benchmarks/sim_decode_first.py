@@ -99,7 +99,11 @@ def main() -> None:
             ours=", ".join(f"{gain:.2f} ({load.name})" for gain, load in zip(gains, loads, strict=True)),
             holds=holds(max(gains) >= 1.2, max(gains) > 1.0),
             cause="Autellix serves the sessions first that have had least, which is an order by size of its own; over "
-            "the strongest of the others: " + ", ".join(f"{gain:.2f}" for gain in others),
+            "the strongest of the others: "
+            + ", ".join(f"{gain:.2f}" for gain in others)
+            + ". What is missing is prediction: with an oracle Basin is at "
+            + ", ".join(f"{mean('Basin, oracle', load):.2f}" for load in loads)
+            + f" against {', '.join(f'{mean(strongest[load.name], load):.2f}' for load in loads)}",
         ),
         Figure(
             what="of which by order (size-aware over arrival)",

@@ -142,7 +142,14 @@ def main() -> None:
         """Geometric mean of goodput over Basin's."""
         return geometric_mean([mean(arm, scenario) / max(mean("Basin", scenario), 1e-9) for scenario in chosen])
 
+    def with_one_setting(arm: str) -> float:
+        """As `relative`, with the setting that is best over all the scenarios of the sweep, as an operator would."""
+        overall = told(kept[arm][0][0])
+        shares = [statistics.fmean(map(share, runs[arm, scenario.name][overall])) for scenario in scenarios]
+        return geometric_mean([s / max(mean("Basin", one), 1e-9) for s, one in zip(shares, scenarios, strict=True)])
+
     rivals = list(kept)
+    settled = max(rivals, key=with_one_setting)
     strongest = max(rivals, key=lambda arm: relative(arm, scenarios))
     envelope = geometric_mean([max(mean(arm, s) for arm in rivals) / max(mean("Basin", s), 1e-9) for s in scenarios])
     basin_stuck = [s.name for s in scenarios if stuck("Basin", s)]
@@ -201,9 +208,18 @@ def main() -> None:
             article="-",
             ours=f"{1 / relative(strongest, scenarios):.3f}",
             holds=holds(relative(strongest, scenarios) < 1, False),
+            cause="Basin over it by scenario: "
+            + ", ".join(f"{mean('Basin', s) / max(mean(strongest, s), 0.01):.2f} ({s.name})" for s in scenarios)
+            + "; why it is ahead where it is was not tested",
         ),
         Figure(
-            what=f"the same with the untrained predictor that learns online, over {strongest}",
+            what=f"Basin over the strongest rival with one setting for all scenarios ({settled}), geometric mean",
+            article="-",
+            ours=f"{1 / with_one_setting(settled):.3f}",
+            holds=holds(with_one_setting(settled) < 1, False),
+        ),
+        Figure(
+            what=f"Basin with the untrained predictor that learns online, over {strongest} tuned to each scenario",
             article="-",
             ours=f"{relative('Basin, learns online', scenarios) / relative(strongest, scenarios):.3f}",
             holds=holds(relative("Basin, learns online", scenarios) > relative(strongest, scenarios), False),
@@ -244,7 +260,7 @@ def main() -> None:
     plot = Plot(figsize=(9, 0.5 * len(scenarios) + 1.6), layout="constrained")
     axes = plot.add_subplot()
     looks = {
-        arm: (marker, f"C{number % 10}") for number, (arm, marker) in enumerate(zip(arms, "Dd^oxs+v1P*", strict=True))
+        arm: (marker, f"C{number % 10}") for number, (arm, marker) in enumerate(zip(arms, "Dd^oxs+v1P*", strict=False))
     }
     for row, s in enumerate(reversed(scenarios)):
         for arm in arms:

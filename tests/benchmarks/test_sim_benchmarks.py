@@ -19,6 +19,7 @@ import sim_limits
 import sim_readme
 import sim_rooms
 import sim_scenarios
+import sim_speed
 
 from sglang_basin.policy.interface import EngineView
 from sglang_basin.policy.prediction import Prediction
@@ -27,6 +28,7 @@ from sglang_basin.policy.sessions import Session as LiveSession
 from sglang_basin.replay.arrivals import ArrivalProfile
 from sglang_basin.replay.plan import Plan, build_plan
 from sglang_basin.replay.trace import Call, Session
+from sglang_basin.simulator.study import run_study
 
 RESULTS = sorted(sim_rooms.RESULTS.glob("*.json"))
 FINDINGS = sim_readme.read_findings(sim_rooms.RESULTS)
@@ -250,6 +252,35 @@ def test_benchmarks_run_basins_defaults() -> None:
 def test_law_settings_have_names_of_their_own() -> None:
     names = [one.name for one in sim_law.settings(quick=False)]
     assert len(set(names)) == len(names)
+
+
+def test_hit_rates_are_split_at_the_collapse() -> None:
+    told = [(600.0, 1.65, 0.9), (630.0, 1.62, 0.8), (660.0, 1.95, 0.5), (900.0, 1.68, 0.55), (1300.0, 1.61, 0.2)]
+    parts = sim_hysteresis.split(told, 1.6)
+    assert (parts.before, parts.after) == ([0.9, 0.8], [0.2])  # the ten minutes after the fall are neither
+    never = sim_hysteresis.split(told[:2], 1.6)
+    assert (never.before, never.after) == ([0.9, 0.8], [])
+
+
+def test_a_state_lasts_until_the_rate_is_well_past_the_border() -> None:
+    rates = [0.9, 0.9, 0.58, 0.9, 0.3, 0.65, 0.3, 0.9]
+    told = [(100.0 * number, 1.5, rate) for number, rate in enumerate(rates)]
+    assert sim_hysteresis.stays_s(told, 0.0) == ([400.0, 0.0], [300.0])
+
+
+def test_deployments_that_take_turns_do_what_each_does_alone() -> None:
+    one = sim_speed.settings(sim_rooms.TERMINAL, "stock", {}, 1, True)
+    one = dataclasses.replace(one, duration_s=300.0, shared_prefix_tokens=None)
+    alone = run_study(dataclasses.replace(one, seed=1)).log.digest()
+    run = sim_speed.Simulation(
+        one.plan(), one.hardware(), sim_speed.policy_factory("stock", {}, one.plan(), one.hardware())
+    )
+    run._push(run._arrival(0))
+    run._push(((sim_speed.TICK_S, run.on_tick, None),))
+    while sim_speed._some_events(run):
+        pass
+    run._close()
+    assert run.log.digest() == alone
 
 
 def test_limit_lets_everybody_in_while_it_is_off() -> None:

@@ -229,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--prefill-tokens", type=int, default=3_008)
-    parser.add_argument("--decode-tokens", type=int, default=40_000)
+    parser.add_argument("--decode-tokens", type=int, default=200_000, help="its kept half must hold the cold calls too")
     parser.add_argument("--most-tokens", type=int, default=1_400, help="longest prompt")
     parser.add_argument("--chunk", type=int, help="SGLang's --chunked-prefill-size")
     parser.add_argument("--concurrency", type=int, default=2)

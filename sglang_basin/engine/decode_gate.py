@@ -1,7 +1,7 @@
 """The gate on a decode instance: asks prefill's door about sessions it does not know and holds their calls.
 
 Holding on prefill alone would let decode reserve memory for a call that waits at the door, so both legs wait. The
-verdict brings the session's fixed priority; once a session has entered, its further calls pass here without a
+verdict brings the session's priority; once a session has entered, its further calls pass here without a
 question. A door that does not answer within the patience is taken for gone: the call goes on, further ones go on at
 once until the door is heard again, and SGLang's own handling of a dead prefill applies.
 """
@@ -287,6 +287,10 @@ class DecodeGate:
         if isinstance(message, messages.Ended):
             for session_id in message.session_ids:
                 self._entered.pop((peer, session_id), None)
+            return
+        if isinstance(message, messages.Reorder):
+            if (entered := self._entered.get((peer, message.session_id))) is not None:
+                entered.priority_ms = message.priority_ms
             return
         waiting = self._held.get(message.room)
         if waiting is None or waiting.peer != peer:

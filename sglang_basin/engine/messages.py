@@ -57,6 +57,13 @@ class Enter(msgspec.Struct, tag="enter", array_like=True, frozen=True):
     session_id: SessionId | None = None
 
 
+class Reorder(msgspec.Struct, tag="reorder", array_like=True, frozen=True):
+    """Further calls of this session, whose call has just left decode, go by this priority: its prediction is newer."""
+
+    session_id: SessionId
+    priority_ms: Milliseconds
+
+
 class Wait(msgspec.Struct, tag="wait", array_like=True, frozen=True):
     """Prefill holds the call of `room` at the door."""
 
@@ -84,7 +91,7 @@ class Lends(msgspec.Struct, tag="lends", array_like=True, frozen=True):
 
 
 FromDecode = Ask | Left | Running | Lends
-FromPrefill = Enter | Wait | Turned | Ended
+FromPrefill = Enter | Reorder | Wait | Turned | Ended
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_decode = msgspec.msgpack.Decoder(FromDecode).decode

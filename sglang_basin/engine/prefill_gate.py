@@ -322,7 +322,7 @@ class PrefillGate:
             self._asked(peer, message.room, now_s)
         elif isinstance(message, messages.Left):
             self._changed = True
-            self._left_decode(message, now_s)
+            self._left_decode(peer, message, now_s)
         elif isinstance(message, messages.Lends):
             self._lent[peer] = message.tokens, now_s
         else:
@@ -341,7 +341,7 @@ class PrefillGate:
         else:
             _remember(self._early, call, (peer, now_s))
 
-    def _left_decode(self, message: messages.Left, now_s: float) -> None:
+    def _left_decode(self, peer: bytes, message: messages.Left, now_s: float) -> None:
         """Decode is done with a call. If it waits here still, its client has gone and this leg goes the same way."""
         call = str(message.room)
         self._early.pop(call, None)
@@ -351,7 +351,11 @@ class PrefillGate:
             self.door.abandon(call, now_s)
         else:
             self._note_left(call, answered=message.answered)
+            session_id = self.door.session_of(call)
             self.door.finish(call, message.output_tokens, now_s, final=message.final)
+            if session_id is not None and self.door.live_session(session_id) is not None:
+                priority_ms = self._priorities.stamp(self.door.order(session_id, now_s))
+                self._send(peer, messages.Reorder(session_id, priority_ms))
 
     def _tell_ended(self) -> None:
         sessions = self.door.take_ended()

@@ -261,6 +261,24 @@ def test_questions_about_calls_that_never_come_are_forgotten(pair: Pair) -> None
     pair.until(lambda p, d: pair.prefill._early == {})
 
 
+def test_decode_orders_later_calls_by_the_sessions_latest_prediction(pair: Pair) -> None:
+    """As prefill does: both legs of a call go by one priority, however the prediction has changed meanwhile."""
+    pair.prefill.door = Door(
+        DoorSettings(idle_timeout_s=60, hold_limit_s=30),
+        law=CurrentContext(),
+        budget=Budget(BudgetSettings(fixed_tokens=10_000), capacity_tokens=1),
+        order=SizeAwareOrder(10.0),
+    )
+    first = pair.call("a", 1, 100)
+    pair.until(lambda p, d: bool(p and d), prefill=[pair.call("a", 1, 100, side="p")], decode=[first])
+    pair.decode.left(SimpleNamespace(rid="d1", output_ids=[0] * 900, finished_reason=None))
+    entered = pair.decode._entered[next(iter(pair.decode._entered))]
+    pair.until(lambda p, d: entered.priority_ms > first.priority)
+    prefill_leg, decode_leg = pair.call("a", 2, 1_000, side="p"), pair.call("a", 2, 1_000)
+    pair.until(lambda p, d: bool(p and d), prefill=[prefill_leg], decode=[decode_leg])
+    assert prefill_leg.priority == decode_leg.priority == first.priority + 90_000
+
+
 def test_both_legs_of_all_calls_of_a_session_carry_its_fixed_priority(pair: Pair) -> None:
     def legs(session: str, room: int) -> list[Any]:
         both = {"prefill": [pair.call(session, room, side="p")], "decode": [pair.call(session, room)]}

@@ -276,6 +276,7 @@ def test_control_channel_cut(calm: Drill, seen: Seen) -> None:
 def test_control_channel_stays_cut(calm: Drill, seen: Seen) -> None:
     stack = calm.stack
     (session,) = pinned(calm, 0, 1)
+    time.sleep(2)  # until decode has heard that it has ended
     calm.proxy.cut()
     try:
         start = time.monotonic()

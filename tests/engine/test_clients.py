@@ -97,15 +97,16 @@ def queued(stack: Stack) -> float:
 def test_a_client_that_times_out_and_tries_again_keeps_its_place(
     empty: Stack, model: str, sdk: str, stream: bool
 ) -> None:
+    key = 1_000 + 4 * len(sdk) + 2 * stream  # prompts that no session had before: what is cached would count as shared
     blocker = new_session()
-    assert generate(empty, blocker, prompt(FULL, 70)).ok
+    assert generate(empty, blocker, prompt(FULL, key)).ok
     before = queued(empty)
     client = Client(sdk, stream, empty.url, model, timeout_s=4.0, retries=8)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         early = pool.submit(client.ask)
         empty.until(lambda: queued(empty) == before + 1, "the SDK's first try waits")
         late_session = new_session()
-        late = pool.submit(generate, empty, late_session, prompt(WORDS, 71))
+        late = pool.submit(generate, empty, late_session, prompt(WORDS, key + 1))
         empty.until(lambda: queued(empty) == before + 2, "the later session waits")
         empty.until(lambda: queued(empty) == before + 3, "the SDK has given up once and waits again")
         assert empty.metric("prefill", "basin_queued_sessions") == 2

@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 export OMP_NUM_THREADS := 1
 
-.PHONY: env demo test fault-table lint promtool clean
+.PHONY: env demo test test-slow fault-table lint promtool clean
 
 env:
 	@.ci/env.sh
@@ -21,7 +21,10 @@ promtool: env  ## puts promtool, which the tests of the alert rules run, into .v
 	@.ci/promtool.sh
 
 test: lint promtool  ## everything CI runs
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not slow"
+
+test-slow: env  ## engines killed, frozen and cut off, tensor parallelism: a quarter of an hour
+	$(PY) -m pytest -m slow
 
 fault-table: env  ## runs the fault tests and writes what they saw into the README
 	$(PY) -m pytest -m fault --fault-table

@@ -32,7 +32,7 @@ from sglang_basin.config import BasinConfig
 from sglang_basin.node import Node, NodeOptions, Ports, make_plan
 from sglang_basin.platforms.tiny_model import build
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 BUDGET_TOKENS = 2_000
 IDLE_S = 8.0

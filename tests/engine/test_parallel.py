@@ -17,7 +17,7 @@ from stack import BUDGET_TOKENS, Stack, running
 
 from sglang_basin.config import BasinConfig
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 HOLD_LIMIT_S = 8.0
 WAITING = 6

@@ -23,7 +23,7 @@ promtool: env  ## puts promtool, which the tests of the alert rules run, into .v
 test: lint promtool  ## everything CI runs
 	$(PY) -m pytest -m "not slow"
 
-test-slow: env  ## engines killed, frozen and cut off, tensor parallelism: a quarter of an hour
+test-slow: env  ## engines killed, frozen and cut off, stalled reads, tensor parallelism: a quarter of an hour
 	$(PY) -m pytest -m slow
 
 fault-table: env  ## runs the fault tests and writes what they saw into the README

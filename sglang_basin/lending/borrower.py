@@ -390,7 +390,7 @@ class Borrower:
         self._peers[offer.peer].breaker.begin()
         lent_bytes = plan.total_pages * transport.page_bytes
         self._parts[req.rid] = Part(
-            req, offer.peer, start, end, key, before[:start], lock, slots, pull, lent_bytes, pull.began_s + patience_s
+            req, offer.peer, start, end, key, before[:start], lock, slots, pull, lent_bytes, self._clock() + patience_s
         )
         pull.start()
         log.debug("Basin pulls tokens %d to %d of call %s from %s", start, end, req.rid, offer.peer)

@@ -159,7 +159,8 @@ class Manager:
 
 
 class World:
-    """A prefill with a borrower and a decode that lends, and the way of a call through both."""
+    """A prefill with a borrower and a decode that lends, and the way of a call through both. `now_s` is the borrower's
+    clock where a test sets it, so as not to depend on how fast the machine is."""
 
     def __init__(
         self,
@@ -181,7 +182,13 @@ class World:
             token_to_kv_pool_allocator=self.prefill.allocator,
             chunked_req=None,
         )
-        self.borrower = Borrower(self.scheduler, self.transport, patience_s=patience_s)
+        self.now_s: float | None = None
+        self.borrower = Borrower(
+            self.scheduler,
+            self.transport,
+            patience_s=patience_s,
+            clock=lambda: time.monotonic() if self.now_s is None else self.now_s,
+        )
         self.lender = Lender(
             SimpleNamespace(tree_cache=self.decode.tree, token_to_kv_pool_allocator=self.decode.allocator), share
         )

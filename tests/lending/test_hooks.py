@@ -3,12 +3,13 @@ a fault."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from pools import World
+from pools import LAYERS, World
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, TransferInfo
 
 from sglang_basin.config import BasinConfig
@@ -91,26 +92,62 @@ def test_batches_are_measured_but_not_those_that_waited(world: World) -> None:
     assert not prefill._launched
 
 
-def test_a_call_passes_through_the_hooks_and_finds_its_prefix(world: World) -> None:
-    world.decode.cache(prompt(100))
-    req = world.arrive([*prompt(100), 1])
-    finalized: list[Any] = []
-    queue = SimpleNamespace(kv_manager=world.manager)
+class Queue:
+    """Prefill's bootstrap queue, as far as the hooks know it."""
 
-    def original(self: Any, req: Any) -> bool:
-        finalized.append(req)
-        return True
+    def __init__(self, world: World) -> None:
+        self.kv_manager = world.manager
+        self.finalized: list[Any] = []
 
-    while not prefill.finalize(original, queue, req):
-        prefill.settle(queue)
-    assert finalized == [req]
+    def finalize(self, req: Any) -> bool:
+        return prefill.finalize(lambda queue, req: queue.finalized.append(req) or True, self, req)
+
+
+def matched(world: World, req: Any) -> Any:
+    """What the call is told that it has cached."""
     match = world.prefill.find(req.prompt, limit=100)
-    params = SimpleNamespace(req=req, key=req.prompt)
-    assert prefill.match(lambda self, params, result: result, world.prefill.tree, params, match) is match
+    params = SimpleNamespace(req=req, key=req.prompt[:100])
+    match = prefill.match(lambda self, params, result: result, world.prefill.tree, params, match)
+    req.last_node, req.prefix_len = match.last_device_node, match.device_prefix_len
+    return match
+
+
+def test_a_call_passes_through_the_hooks_and_finds_its_prefix(world: World) -> None:
+    """Its part has landed: it is in the tree, like any cached prefix."""
+    world.decode.cache(prompt(100))
+    req, queue = world.arrive([*prompt(100), 1]), Queue(world)
+    assert not queue.finalize(req), "the part is on its way"
+    while world.borrower.private_tokens:
+        prefill.settle(queue)
+    assert queue.finalize(req)
+    assert queue.finalized == [req]
+    match = matched(world, req)
     assert match.device_prefix_len == 96
-    req.last_node, req.prefix_len = match.last_device_node, 96
     assert len(prefill.prefix_slots(lambda self, req: world.prefill.path(match), world.prefill.tree, req)) == 96
     assert not prefill.run_again(lambda req: False, req)
+
+
+def test_a_call_passes_through_the_hooks_while_its_part_is_near(world: World) -> None:
+    """Its part is not in the tree, and it is shown it all the same."""
+    world.now_s = time.monotonic()
+    world.decode.cache(prompt(100))
+    world.transport.hold()
+    req, queue = world.arrive([*prompt(100), 1]), Queue(world)
+    assert not queue.finalize(req)
+    world.transport.release(LAYERS - 1)
+    while not queue.finalize(req):
+        prefill.settle(queue)
+    assert queue.finalized == [req]
+    assert world.borrower.private_tokens == 96
+    assert world.prefill.find(req.prompt).device_prefix_len == 0
+    match = matched(world, req)
+    assert match.device_prefix_len == 96
+
+    def nothing_in_the_tree(self: Any, req: Any) -> Any:
+        raise AssertionError("the tree alone was asked")
+
+    assert len(prefill.prefix_slots(nothing_in_the_tree, world.prefill.tree, req)) == 96
+    world.transport.release()
 
 
 def test_a_fault_switches_lending_off_and_calls_go_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,16 @@ marks the room as failed, which tells decode at once, and removes the entries a 
 
 A call that SGLang itself aborts in its waiting queue, or between two chunks of its prompt, has a sender, but SGLang
 0.5.23 does not clear it: two entries stay for each such call. So each rank clears it.
+
+SGLang's threads that send KV and hear of decode look whether a room is in these tables and read its entry a moment
+later; the scheduler's thread takes it out in between when the call has just ended. The thread dies of the KeyError, and
+no transfer to the decode instances that it serves ever ends again, although the server looks healthy (seen after a
+restart of prefill). So the tables here have an answer for a room that is gone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +28,17 @@ WATCH_FOR_S = 120.0
 """Metadata that arrives later than this after a drop is no longer expected."""
 
 SWEEP_EVERY_S = 1.0
+
+
+class Table(dict[int, Any]):
+    """A transfer table that another thread may empty between a look and the next: what is gone reads as `gone()`."""
+
+    def __init__(self, entries: Mapping[int, Any], gone: Callable[[], Any]) -> None:
+        super().__init__(entries)
+        self._gone = gone
+
+    def __missing__(self, room: int) -> Any:
+        return self._gone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +58,15 @@ class RoomTables:
     _dropped_s: dict[int, float] = field(default_factory=dict)
     _aborted: list[Any] = field(default_factory=list)
     _next_sweep_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Before the first call. With pipeline parallelism SGLang keeps the status elsewhere, under a lock."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        manager = self.kv_manager
+        if type(manager.request_status) is dict:
+            manager.request_status = Table(manager.request_status, lambda: KVPoll.Failed)
+        manager.transfer_infos = Table(manager.transfer_infos, dict)
 
     def drop(self, rooms: tuple[int, ...], now_s: float) -> None:
         """Calls of these rooms will never be prefilled."""

@@ -39,8 +39,10 @@ PARENT_HEADERS: dict[str, str] = {
 
 END_HEADERS: tuple[str, ...] = ("x-basin-session-end", "x-dynamo-session-final")
 
-END_METADATA_KEY = "basin_session_end"
-"""Key in a body's `metadata` object that announces a session's last call; the router forwards `metadata`."""
+END_FIELD = "basin_session_end"
+"""Key of a body, or of its `metadata` object, that announces a session's last call. There are two places because the
+router `smg` passes all of `metadata` on but for `/v1/messages`, where it keeps `user_id` alone, and all fields of a
+body but for `/v1/responses`, where it refuses those that OpenAI does not have."""
 
-PARENT_METADATA_KEY = "basin_parent_session_id"
-"""Key in a body's `metadata` object that names the session which started this one and waits for it."""
+PARENT_FIELD = "basin_parent_session_id"
+"""In the same two places: names the session which started this one and waits for it."""

@@ -10,6 +10,8 @@ from typing import Any
 import requests
 from stack import BUDGET_TOKENS, Stack
 
+from sglang_basin.status import DoorFigures, Status, decode_report
+
 FULL = BUDGET_TOKENS + 100
 """A prompt that is over the budget by itself: nobody enters beside it."""
 SMALL = 300
@@ -79,21 +81,36 @@ def calls_inside(stack: Stack) -> tuple[int, int]:
     return inside(stack.prefill_url), inside(stack.decode_url)
 
 
-def at_the_door(stack: Stack) -> float:
+def gate(url: str) -> Status:
+    """What Basin says of one engine at this very moment; its metrics are up to a second old."""
+    (state,) = decode_report(requests.get(url + "/basin/status", timeout=20).content).states
+    return state
+
+
+def door(stack: Stack) -> DoorFigures:
+    figures = gate(stack.prefill_url).door
+    assert figures is not None
+    return figures
+
+
+def live_sessions(stack: Stack) -> int:
+    return door(stack).live_sessions
+
+
+def at_the_door(stack: Stack) -> int:
     """Sessions and calls that wait on either side."""
-    prefill = stack.samples("prefill")
-    waiting = prefill("basin_queued_sessions") + prefill("basin_held_calls")
-    return waiting + stack.metric("decode", "basin_held_calls")
+    here = door(stack)
+    return here.queued_sessions + here.held_calls + gate(stack.decode_url).held_calls
 
 
 def at_rest(stack: Stack) -> bool:
     """Whether the engines hold no call, no transfer and no session."""
-    prefill = stack.samples("prefill")
-    tables = ("live_sessions", "working_set_tokens", "reserved_tokens", "rooms")
+    here = door(stack)
     return (
-        all(prefill(f"basin_{name}") == 0 for name in tables)
+        here.live_sessions == here.working_set_tokens == here.reserved_tokens == 0
         and at_the_door(stack) == 0
         and calls_inside(stack) == (0, 0)
+        and stack.metric("prefill", "basin_rooms") == 0
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import requests
-from calls import at_the_door, calls_inside
+from calls import at_the_door, calls_inside, live_sessions
 from stack import Stack
 
 LEFT_AFTER_S = 20.0
@@ -47,11 +47,7 @@ def until_gone(stack: Stack, others: int, live: int) -> float:
     start = time.monotonic()
 
     def gone() -> bool:
-        return (
-            max(calls_inside(stack)) <= others
-            and at_the_door(stack) == 0
-            and stack.metric("prefill", "basin_live_sessions") <= live
-        )
+        return max(calls_inside(stack)) <= others and at_the_door(stack) == 0 and live_sessions(stack) <= live
 
     # the others pause between two calls, so one look may miss a call too many
     stack.until(lambda: all(gone() for _ in range(4)), "the abandoned calls are gone", LEFT_AFTER_S)

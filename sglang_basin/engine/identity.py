@@ -24,11 +24,11 @@ from sglang_basin.engine.openings import served_openings
 from sglang_basin.predictor.payload import task_payload
 from sglang_basin.wire import (
     AGENT_HEADER,
+    END_FIELD,
     END_HEADERS,
-    END_METADATA_KEY,
     PARENT_AGENT_HEADER,
+    PARENT_FIELD,
     PARENT_HEADERS,
-    PARENT_METADATA_KEY,
     SESSION_HEADERS,
 )
 
@@ -95,6 +95,8 @@ class Fields(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw()
     previous_response_id: msgspec.Raw = msgspec.Raw()
     n: msgspec.Raw = msgspec.Raw()
+    end: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name=END_FIELD)
+    parent_id: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name=PARENT_FIELD)
 
     def offers_tools(self) -> bool:
         """Whether the model may call a tool: chat, messages and responses all have a `tools` list."""
@@ -134,8 +136,8 @@ class Metadata(msgspec.Struct):
 
     user_id: Any = None
     thread_id: Any = None
-    end: Any = msgspec.field(default=None, name=END_METADATA_KEY)
-    parent_id: Any = msgspec.field(default=None, name=PARENT_METADATA_KEY)
+    end: Any = msgspec.field(default=None, name=END_FIELD)
+    parent_id: Any = msgspec.field(default=None, name=PARENT_FIELD)
 
 
 class _UserId(msgspec.Struct):
@@ -175,14 +177,15 @@ def claim(
     """
     fields = body if isinstance(body, Fields) else read_fields(body, on_malformed)
     metadata = _metadata(fields.metadata)
-    ends = ends_session(headers, metadata)
+    ends = ends_session(headers, fields, metadata)
+    named_parent = metadata.parent_id or _value(fields.parent_id)
     for source, value in _names(headers, fields, metadata, session_id, routing_key):
         if value is None:
             continue
         if (name := _name(value)) is None:
             on_malformed(source)
             continue
-        parent = metadata.parent_id or headers.get(PARENT_HEADERS.get(source, ""))
+        parent = named_parent or headers.get(PARENT_HEADERS.get(source, ""))
         if source in ("x-claude-code-session-id", "body.metadata.user_id") and AGENT_HEADER in headers:
             if (agent := _name(f"{name}/{headers[AGENT_HEADER]}")) is not None:
                 above = headers.get(PARENT_AGENT_HEADER)
@@ -196,9 +199,10 @@ def claim(
     return None
 
 
-def ends_session(headers: Mapping[str, str], metadata: Metadata) -> bool:
+def ends_session(headers: Mapping[str, str], fields: Fields, metadata: Metadata) -> bool:
     """Whether the client announces its session's last call; it need not name the session for that."""
-    return any(_is_true(headers.get(name)) for name in END_HEADERS) or _is_true(metadata.end)
+    said = (*map(headers.get, END_HEADERS), metadata.end, _value(fields.end))
+    return any(map(_is_true, said))
 
 
 def _names(
@@ -295,7 +299,7 @@ def _look(obj: Any, request: Any, *, with_task: bool) -> Stamp:
     return Stamp(
         session_id=found.session_id if found else None,
         parent_id=found.parent_id if found else None,
-        ends_session=found.ends_session if found else ends_session(request.headers, _metadata(fields.metadata)),
+        ends_session=found.ends_session if found else ends_session(request.headers, fields, _metadata(fields.metadata)),
         tools=fields.offers_tools(),
         starts_agent=found is None and fields.starts_agent(),
         tail_tokens=0 if found else _tail_tokens(obj, request),

@@ -35,7 +35,7 @@ from sglang_basin.replay.records import (
 )
 from sglang_basin.replay.stream import ChatAnswer, Failure, GenerateAnswer, ProtocolError, failure_of
 from sglang_basin.replay.trace import Call
-from sglang_basin.wire import END_METADATA_KEY, SESSION_HEADERS
+from sglang_basin.wire import END_FIELD, SESSION_HEADERS
 
 MAX_ERROR_BODY_BYTES = 64 * 1024
 RECENT_S = 30.0
@@ -229,7 +229,7 @@ class Driver:
     def _body(self, planned: PlannedSession, prompt: TokenPrompt | ChatPrompt, call: Call, last: bool) -> bytes:
         body: dict[str, Any] = {"stream": True, "session_id": planned.uid}
         if last and self._settings.announce_end:
-            body["metadata"] = {END_METADATA_KEY: "true"}
+            body["metadata"] = {END_FIELD: "true"}
         if isinstance(prompt, TokenPrompt):
             body["input_ids"] = prompt.next(call).tolist()
             body["sampling_params"] = {

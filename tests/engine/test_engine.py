@@ -10,7 +10,18 @@ import time
 import pytest
 import requests
 import zmq
-from calls import FULL, SMALL, calls_inside, chunks, close, generate, new_session, pools_are_whole, prompt
+from calls import (
+    FULL,
+    SMALL,
+    calls_inside,
+    chunks,
+    close,
+    generate,
+    live_sessions,
+    new_session,
+    pools_are_whole,
+    prompt,
+)
 from stack import FINAL_GRACE_S, HOLD_LIMIT_S, Stack
 
 pytestmark = pytest.mark.stack
@@ -140,9 +151,9 @@ def test_a_session_ends_soon_after_its_final_answer(empty: Stack, offered: bool,
     answer = requests.post(empty.url + "/v1/chat/completions", json=body, timeout=60)
     assert answer.ok, answer.text
     assert answer.json()["choices"][0]["finish_reason"] == ("stop" if stops else "length")
-    empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 1, "the session is live", 5)
+    empty.until(lambda: live_sessions(empty) == 1, "the session is live", 5)
     time.sleep(FINAL_GRACE_S + 1.5)
-    ended = empty.metric("prefill", "basin_live_sessions") == 0
+    ended = live_sessions(empty) == 0
     close(empty, session)
     assert ended == (offered and stops)
 

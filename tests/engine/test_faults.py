@@ -28,6 +28,7 @@ from calls import (
     generate,
     in_bootstrap,
     in_transfer,
+    live_sessions,
     load,
     new_session,
     pools_are_whole,
@@ -183,7 +184,7 @@ def test_one_session_id_on_two_routers(empty: Stack, seen: Seen) -> None:
         expected = ask(empty.url, session, prompt(SMALL, 91))
         for _ in range(3):
             assert [call.result(30) for call in ask_both(other_url, session, prompt(SMALL, 91))] == [expected] * 2
-        empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 3, "it is one session")
+        empty.until(lambda: live_sessions(empty) == 3, "it is one session")
         close(empty, session)
         assert generate(empty, blocker, prompt(FULL, 92)).ok
         calls = ask_both(other_url, session, prompt(SMALL, 91))

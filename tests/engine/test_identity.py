@@ -74,16 +74,19 @@ def test_the_routing_key_comes_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("headers", "metadata"),
+    ("headers", "fields"),
     [
         ({"x-basin-session-end": "true"}, {}),
         ({"x-dynamo-session-final": "1"}, {}),
+        ({}, {"metadata": {"basin_session_end": "true"}}),
+        ({}, {"metadata": {"basin_session_end": True}}),
         ({}, {"basin_session_end": "true"}),
         ({}, {"basin_session_end": True}),
     ],
 )
-def test_the_last_call_can_be_announced(headers: dict, metadata: dict) -> None:
-    assert claim(headers, body(session_id="s", metadata=metadata)).ends_session
+def test_the_last_call_can_be_announced(headers: dict, fields: dict) -> None:
+    assert claim(headers, body(session_id="s", **fields)).ends_session
+    assert not claim(headers={}, body=body(session_id="s", basin_session_end="no")).ends_session
     assert not claim({}, body(session_id="s", metadata={"basin_session_end": "no"})).ends_session
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import requests
-from calls import FULL, close, generate, new_session, prompt
-from stack import Stack
+from calls import FULL, close, generate, live_sessions, new_session, prompt
+from stack import IDLE_TIMEOUT_S, Stack
 
 pytestmark = pytest.mark.stack
 
@@ -57,7 +57,7 @@ def test_headers_name_the_session_on_every_endpoint(empty: Stack, path: str) -> 
     before = empty.metric("prefill", "basin_identity_total", source="x-session-id")
     post(empty, empty.prefill_url, path, {"x-session-id": session}, **alone())
     assert empty.metric("prefill", "basin_identity_total", source="x-session-id") == before + 1
-    empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 1, "the session is live")
+    empty.until(lambda: live_sessions(empty) == 1, "the session is live")
     close(empty, session)
 
 
@@ -65,11 +65,16 @@ def test_headers_name_the_session_on_every_endpoint(empty: Stack, path: str) -> 
 def test_body_fields_name_and_end_the_session_through_the_router(empty: Stack, path: str) -> None:
     user_id = f"user_0_account__session_{new_session()}"
     ends = {"basin_session_end": "true"}
-    sources = {
-        "body.session_id": {"session_id": new_session(), "metadata": ends},
-        "body.prompt_cache_key": {"prompt_cache_key": new_session(), "metadata": ends},
-        "body.metadata.user_id": {"metadata": {"user_id": user_id, **ends}},
+    sources: dict[str, dict[str, Any]] = {
+        "body.session_id": {"session_id": new_session()},
+        "body.prompt_cache_key": {"prompt_cache_key": new_session()},
+        "body.metadata.user_id": {"metadata": {"user_id": user_id}},
     }
+    for fields in sources.values():
+        if path != "/v1/messages":  # the router keeps nothing of `metadata` there but `user_id`
+            fields["metadata"] = {**fields.get("metadata", {}), **ends}
+        else:
+            fields.update(ends)
     if path == "/v1/responses":
         del sources["body.session_id"]  # the router refuses fields there that OpenAI does not have
     for source, fields in sources.items():
@@ -77,6 +82,7 @@ def test_body_fields_name_and_end_the_session_through_the_router(empty: Stack, p
         post(empty, empty.url, path, **fields)
         for side, count in before.items():
             assert empty.metric(side, "basin_identity_total", source=source) == count + 1
+        empty.until(lambda: live_sessions(empty) == 0, "the session has ended", IDLE_TIMEOUT_S / 2)
 
 
 def test_a_sub_agent_is_live_beside_its_parent(empty: Stack) -> None:
@@ -84,7 +90,7 @@ def test_a_sub_agent_is_live_beside_its_parent(empty: Stack) -> None:
     parent = {"x-claude-code-session-id": session}
     for headers in (parent, {**parent, "x-claude-code-agent-id": "a1"}, parent):
         post(empty, empty.prefill_url, "/v1/messages", headers, **alone())
-    empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 2, "both are live")
+    empty.until(lambda: live_sessions(empty) == 2, "both are live")
     close(empty, session)
     close(empty, f"{session}/a1")
 
@@ -100,7 +106,7 @@ def test_a_stamp_that_the_client_makes_itself_counts_for_nothing(empty: Stack) -
     unnamed = {"input_ids": prompt(20), "sampling_params": {"max_new_tokens": 3}, "kv_hints": hints}
     assert requests.post(empty.url + "/generate", json=unnamed, timeout=60).ok
     assert requests.post(empty.prefill_url + "/generate", json={**unnamed, **alone()}, timeout=60).ok
-    assert empty.metric("prefill", "basin_live_sessions") == 0
+    assert live_sessions(empty) == 0
 
 
 # ---- Clients that send nothing -------------------------------------------------------------------------------------
@@ -149,10 +155,10 @@ def test_a_client_that_sends_nothing_is_one_session_over_many_turns(empty: Stack
     agent = Agent(empty, "task 1")
     for _ in range(4):
         agent.call()
-        empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 1, "one session is live", 5)
+        empty.until(lambda: live_sessions(empty) == 1, "one session is live", 5)
     agent.call(last=True)
     assert inferred(empty) == before + 5
-    empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 0, "it has ended", 5)
+    empty.until(lambda: live_sessions(empty) == 0, "it has ended", 5)
 
 
 def test_clients_side_by_side_with_one_system_prompt_are_as_many_sessions(empty: Stack) -> None:
@@ -161,9 +167,9 @@ def test_clients_side_by_side_with_one_system_prompt_are_as_many_sessions(empty:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for _ in range(3):
             list(pool.map(Agent.call, agents))
-            empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 3, "three sessions are live", 5)
+            empty.until(lambda: live_sessions(empty) == 3, "three sessions are live", 5)
         list(pool.map(lambda agent: agent.call(last=True), agents))
-    empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 0, "all have ended", 5)
+    empty.until(lambda: live_sessions(empty) == 0, "all have ended", 5)
 
 
 def test_a_call_without_tools_is_a_session_once_a_second_one_follows(empty: Stack) -> None:
@@ -174,7 +180,7 @@ def test_a_call_without_tools_is_a_session_once_a_second_one_follows(empty: Stac
     assert inferred(empty) == before
     agent.call()
     assert inferred(empty) == before + 1
-    empty.until(lambda: empty.metric("prefill", "basin_live_sessions") == 1, "it is live", 5)
+    empty.until(lambda: live_sessions(empty) == 1, "it is live", 5)
     agent.call(last=True)
 
 

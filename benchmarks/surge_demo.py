@@ -6,7 +6,7 @@
 
 A real node runs (one prefill, two decodes, the router, Mooncake over TCP) on the reference CPU platform with a tiny
 random model. Sessions of the shipped `claude_code_kvtester` trace, scaled down, arrive at a steady pace that the node
-serves easily; for one minute four and a half times as many arrive; then the pace is the old one again. Writes
+serves easily; for half a minute nine times as many arrive; then the pace is the old one again. Writes
 `out/demo/summary.json`, `page.html` and `plots.png`, and the calls of each arm as JSONL.
 """
 
@@ -65,9 +65,9 @@ class Demo:
         tokens=1 / 50, time=0.2, max_calls=24, tool_cap_s=5.0, max_context_tokens=4_000
     )
     rate_per_min: float = 8.0
-    surge_extra: float = 3.5
+    surge_extra: float = 8.0
     surge_from_s: float = 80.0
-    surge_to_s: float = 140.0
+    surge_to_s: float = 110.0
     duration_s: float = 285.0
     tail_s: float = 55.0
     model: ModelSpec = ModelSpec(hidden=640, layers=5, vocab=2048, dtype="bfloat16", seed=7)  # noqa: RUF009 - frozen

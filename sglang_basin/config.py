@@ -262,6 +262,16 @@ OPTIONS: tuple[Option, ...] = (
         check=_between(0.01, 20.0),
     ),
     Option(
+        name="lending_transport",
+        parse=str,
+        types=(str,),
+        default="auto",
+        help="how prefill reads lent KV: 'auto' maps the memory of a decode on its own machine (CUDA IPC) and reads "
+        "from others through Mooncake; 'mooncake' maps nothing",
+        why="mapped memory needs no NIC and no staging; doctor says what it comes to",
+        check=_one_of("auto", "mooncake"),
+    ),
+    Option(
         name="control_host",
         parse=str,
         types=(str, type(None)),
@@ -335,6 +345,7 @@ class BasinConfig:
     lending: str = "off"
     lent_share: float = 0.5
     lending_patience_s: float = 2.0
+    lending_transport: str = "auto"
     control_host: str | None = None
     control_port_offset: int = 1000
     record: str | None = None

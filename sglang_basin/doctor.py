@@ -1,4 +1,4 @@
-"""Whether Basin can run here: `python -m sglang_basin.doctor [--json] [--model-path M]`
+"""Whether Basin can run here: `python -m sglang_basin.doctor [--json] [--model-path M] [--engine URL]…`
 
 One line per check with the mend, exit code 0 when none failed. Starts nothing, registers no hook, changes nothing.
 The hook targets are checked in the installed SGLang itself, so most of the time goes into importing that.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -17,15 +18,19 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import sglang_basin
+from sglang_basin import top
 from sglang_basin.config import BasinConfig
 from sglang_basin.engine.flags import PLUGIN
+from sglang_basin.lending import nvml
+from sglang_basin.lending.nvml import Gpu
+from sglang_basin.lending.places import Choice, Place, choose
 from sglang_basin.node.ports import is_free
 from sglang_basin.patching import series
 from sglang_basin.patching.patch import PatchError
@@ -49,7 +54,9 @@ BOOTSTRAP_PORT = 8998
 """SGLang's default --disaggregation-bootstrap-port."""
 
 ROUTER_PORT = 30000
+ENGINE_ANSWER_S = 6.0
 OPEN_FILES = 4096
+RDMA_DEVICES = Path("/sys/class/infiniband")
 SHARED_MEMORY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
 """NCCL keeps its buffers in /dev/shm, of which a container gets 64 MiB by default."""
 
@@ -67,7 +74,9 @@ class Finding:
         return f"{self.status:<4} {self.check}: {self.detail}" + (f"; mend: {self.mend}" if self.mend else "")
 
 
-def examine(model_path: str | None = None) -> Iterator[Finding]:
+def examine(
+    model_path: str | None = None, engines: Sequence[str] = (), api_key: str | None = None
+) -> Iterator[Finding]:
     """Every check, the quick ones first."""
     gpus = gpu_names()
     platform = "cuda" if gpus else "cpu"
@@ -84,6 +93,9 @@ def examine(model_path: str | None = None) -> Iterator[Finding]:
     yield check_open_files()
     if model_path is not None:
         yield check_model(model_path)
+    yield from check_transports(nvml.gpus(), nvml.unreachable, RDMA_DEVICES)
+    for url in engines:
+        yield from check_lenders(url, api_key)
     yield from check_patches(series.patches_folder())
     yield from check_hooks(platform)
 
@@ -247,6 +259,40 @@ def check_patches(folder: Path) -> Iterator[Finding]:
             yield Finding("OK", f"patch {standing.path}", f"{names}: {how}")
 
 
+def check_transports(
+    gpus: Sequence[Gpu], reaches: Callable[[str, str], str | None], rdma_devices: Path
+) -> Iterator[Finding]:
+    """How a prefill here would read what decodes lend, by where they run, and why. `reaches` as for `places.choose`."""
+    here = Place.here(None)
+
+    if not gpus:
+        yield Finding("OK", "lent by a decode on this machine", str(choose(here, here, reaches)))
+    pairs: dict[Choice, list[str]] = {}
+    for decode, prefill in itertools.product(gpus, gpus):
+        choice = choose(replace(here, device=prefill.uuid), replace(here, device=decode.uuid), reaches)
+        pairs.setdefault(choice, []).append(f"{decode.index}→{prefill.index}")
+    for choice, between in pairs.items():
+        yield Finding("OK", "lent by a decode on this machine", f"{choice} (GPUs {', '.join(between)})")
+    rdma = sorted(path.name for path in rdma_devices.iterdir()) if rdma_devices.is_dir() else []
+    over = f"RDMA devices {', '.join(rdma)}" if rdma else f"TCP, there is no RDMA device in {rdma_devices}"
+    away = choose(replace(here, device="any"), replace(here, machine="another", device="any"), reaches)
+    yield Finding("OK", "lent by a decode elsewhere", f"{away}; {over}")
+
+
+def check_lenders(url: str, api_key: str | None) -> Iterator[Finding]:
+    """What a running prefill says of the decodes that have lent to it."""
+    try:
+        report = top.fetch(url, api_key, ENGINE_ANSWER_S)
+    except top.NoStatus as problem:
+        yield Finding("FAIL", f"engine {url}", str(problem), "give a running engine's own address")
+        return
+    lenders = [lender for state in report.states for lender in state.lenders]
+    if not lenders:
+        yield Finding("SKIP", f"lent to {url}", "nobody has lent to it so far")
+    for lender in lenders:
+        yield Finding("OK", f"lent to {url} by {lender.name}", f"{lender.transport}: {lender.why}")
+
+
 def check_hooks(platform: str, hooks: Iterable[Hook] | None = None) -> Iterator[Finding]:
     """Every hook's target in the installed SGLang; `hooks` None means Basin's table. Imports SGLang."""
     from sglang_basin.engine.hooks import HOOKS, LENDING, mismatches
@@ -302,9 +348,20 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="a JSON list of {status, check, detail, mend}")
     parser.add_argument("--model-path", metavar="M", help="check this model's folder too")
+    parser.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a running prefill engine: by which transport it reads what each decode lends; may be given again",
+    )
+    parser.add_argument("--api-key", default=os.environ.get(top.KEY_VARIABLE), help=f"or ${top.KEY_VARIABLE}")
     known = parser.parse_args(argv)
+    for url in known.engine:
+        if not url.startswith(("http://", "https://")):
+            parser.error(f"--engine: {url!r} must begin with http:// or https://")
     findings = []
-    for finding in examine(known.model_path):
+    for finding in examine(known.model_path, known.engine, known.api_key):
         findings.append(finding)
         if not known.json:
             print(finding, flush=True)

@@ -101,6 +101,15 @@ class ControlFigures(msgspec.Struct, kw_only=True):
     """Messages not delivered or not read since the start, by cause."""
 
 
+class LenderFigures(msgspec.Struct, kw_only=True):
+    """A decode rank that lends to this prefill, by its transfer session."""
+
+    name: str
+    transport: str
+    """"peer" or "mooncake"."""
+    why: str
+
+
 class Status(msgspec.Struct, kw_only=True):
     """One scheduler's: a server has one, or one a data-parallel rank."""
 
@@ -117,6 +126,8 @@ class Status(msgspec.Struct, kw_only=True):
     decisions: dict[str, int]
     """Calls at the gate since the start, by "decision/reason"."""
     faults: dict[str, int]
+    lenders: list[LenderFigures] = []
+    """On prefill with lending: at most `MAX_PEERS` decode ranks and how lent KV is read from each."""
 
 
 class Report(msgspec.Struct, kw_only=True):

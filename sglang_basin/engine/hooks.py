@@ -181,6 +181,20 @@ LENDING: tuple[Hook, ...] = (
         why="the same message on prefill",
     ),
     Hook(
+        target=f"{_MOONCAKE}.MooncakeKVManager.build_receiver_registration_message",
+        kind="around",
+        function=f"{_ON_DECODE}:append_buffers",
+        parameters=("self",),
+        why="the message in which decode tells prefill of its KV buffers anyway",
+    ),
+    Hook(
+        target=f"{_MOONCAKE}.KVArgsRegisterInfo.from_zmq",
+        kind="after",
+        function=f"{_ON_PREFILL}:read_buffers",
+        parameters=("msg",),
+        why="the same message on prefill",
+    ),
+    Hook(
         target=f"{_BOOTSTRAP}.pop_bootstrapped",
         kind="before",
         function=f"{_ON_PREFILL}:settle",

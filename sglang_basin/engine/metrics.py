@@ -108,7 +108,9 @@ TABLE: dict[str, _Row] = dict(
         "basin_lent_calls_total", "Calls at prefill by what came of KV that decode may lend them.", "outcome"
     ),
     lent_tokens=_counter("basin_lent_tokens_total", "Tokens that came back into prefill's cache."),
-    lent_bytes=_counter("basin_lent_bytes_total", "Bytes read from decode for them, by this server's first rank."),
+    lent_bytes=_counter(
+        "basin_lent_bytes_total", "Bytes read from decode for them, by this server's first rank.", "transport"
+    ),
     lent_seconds=_Row(
         "basin_lent_pull_seconds",
         "histogram",

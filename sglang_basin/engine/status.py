@@ -14,7 +14,8 @@ import msgspec
 
 from sglang_basin.engine import gate
 from sglang_basin.engine.metrics import counts, fault, metrics
-from sglang_basin.status import Status
+from sglang_basin.lending import prefill
+from sglang_basin.status import MAX_PEERS, LenderFigures, Status
 
 STATUS_RID = "basin.status"
 
@@ -44,6 +45,10 @@ def status_of(mode: str) -> Status:
         control=None,
         decisions=counts(metrics().decisions),
         faults=counts(metrics().faults),
+        lenders=[
+            LenderFigures(name=name, transport=choice.transport, why=choice.why)
+            for name, choice in list(prefill.lenders().items())[:MAX_PEERS]
+        ],
     )
     try:
         gate.describe(status)

@@ -2,9 +2,11 @@
 
 No directory and no message of its own: decode's radix cache keeps the pages (`decode`), the metadata message that
 decode sends for every call carries where the call's prefix lies there (`pages`), and prefill's scheduler (`borrower`)
-has a thread (`pull`) read what its cache lacks, layer by layer (`transport`), into slots of its own. `worth` and
-`breaker` decide, and are pure. `prefill` and `decode` are the hooks' own code, `attach` puts them in place, `calls` is
-what is remembered about one call; the table of hooks is `engine.hooks`.
+has a thread (`pull`) read what its cache lacks, layer by layer (`transport`), into slots of its own. From a decode of
+its own machine it reads by `peer`: decode's registration message carries how its buffers are mapped (`buffers`, by
+`cuda_memory`), and `places` and `nvml` tell whether that can be. `worth` and `breaker` decide, and are pure. `prefill`
+and `decode` are the hooks' own code, `attach` puts them in place, `calls` is what is remembered about one call; the
+table of hooks is `engine.hooks`.
 
 Models with state beside attention's KV (`prefill.unsupported`) keep admission and order; lending is off for them. What
 their state would take, with the places in SGLang 0.5.23 (`mem_cache/unified_cache/components`, `disaggregation`):

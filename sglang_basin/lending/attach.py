@@ -17,7 +17,7 @@ def attach(result: Any, self: Any) -> None:
     if role == "prefill":
         from sglang_basin.lending import prefill
 
-        prefill.attach(self, config.lending_patience_s)
+        prefill.attach(self, config.lending_patience_s, config.lending_transport)
     elif role == "decode":
         from sglang_basin.lending import decode
 

@@ -384,7 +384,7 @@ class Borrower:
         pull = Pull(
             transport.layers,
             lambda layer: transport.read(plan, layer),
-            lambda: reading.end(room),
+            lambda: _end(transport, plan, reading, room),
             str(room),
         )
         self._peers[offer.peer].breaker.begin()
@@ -453,7 +453,7 @@ class Borrower:
         self._count(outcome)
         if self.counted:
             metrics().lent_tokens.inc(part.tokens)
-            metrics().lent_bytes.inc(part.lent_bytes)
+            metrics().lent_bytes.labels(self.transport.name_of(part.peer)).inc(part.lent_bytes)
             metrics().lent_seconds.observe(seconds)
         log.debug("Basin got tokens %d to %d of call %s in %.4f s", part.start, part.end, part.req.rid, seconds)
 
@@ -492,3 +492,11 @@ class Borrower:
         agreed = torch.tensor([int(value) for value in values], dtype=torch.int64)
         self._tree._all_reduce_attn_groups(agreed, torch.distributed.ReduceOp.MIN)
         return agreed.tolist()
+
+
+def _end(transport: Transport, plan: Plan, reading: Reading, room: int) -> None:
+    """In the reading thread, behind the last layer."""
+    try:
+        transport.finish(plan)
+    finally:
+        reading.end(room)

@@ -26,6 +26,7 @@ class Lender:
         self._allocator = scheduler.token_to_kv_pool_allocator
         self.cap_tokens = int(self._allocator.size * share)
         self.pages: dict[int, bytes] = {}  # room whose metadata is being sent -> its field
+        self.buffers: bytes | None = None  # field of the registration message
 
     @property
     def kept_tokens(self) -> int:
@@ -56,8 +57,25 @@ def attach(scheduler: Any, share: float) -> None:
         metrics().lending_up.set(0)
         return
     _lender = Lender(scheduler, share)
+    _lender.buffers = _buffers_field(scheduler.disagg_decode_prealloc_queue.kv_manager.kv_args)
     metrics().lending_up.set(1)
     log.info("Basin's lending is on: finished calls keep up to %d tokens", _lender.cap_tokens)
+
+
+def _buffers_field(kv_args: Any) -> bytes | None:
+    """Where the KV buffers are, for a prefill on this machine; None where they cannot be mapped."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    from sglang_basin.lending import buffers, peer
+    from sglang_basin.lending.cuda_memory import CudaDevice, CudaError
+
+    try:
+        return buffers.pack(peer.offer(peer.Own.all_of(kv_args), CudaDevice(torch.cuda.current_device())))
+    except (CudaError, OSError) as error:
+        log.info("Basin: prefill reads what this decode lends by mooncake only, its memory cannot be mapped: %s", error)
+        return None
 
 
 def lendable_tokens() -> int:
@@ -108,3 +126,9 @@ def append_pages(original: Any, self: Any, **fields: Any) -> list[bytes]:
     message = original(self, **fields)
     pages = None if _lender is None or fields["is_dummy"] else _lender.pages.get(fields["bootstrap_room"])
     return message if pages is None else [*message, pages]
+
+
+def append_buffers(original: Any, self: Any) -> list[bytes]:
+    """Around `MooncakeKVManager.build_receiver_registration_message`."""
+    message = original(self)
+    return message if _lender is None or _lender.buffers is None else [*message, _lender.buffers]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from sglang_basin.engine.metrics import fault, log, metrics
+from sglang_basin.lending import buffers, places
 from sglang_basin.lending.calls import bootstrapped, decode_prefix, must_run_again
 from sglang_basin.lending.pages import unpack
 
@@ -29,8 +30,8 @@ _lost_tokens = 0
 """Slots that were on their way when lending failed and went off; never used again."""
 
 
-def attach(scheduler: Any, patience_s: float) -> None:
-    """Build this rank's borrower, or say why there is none."""
+def attach(scheduler: Any, patience_s: float, wanted: str = "auto") -> None:
+    """Build this rank's borrower, or say why there is none. `wanted`: `--basin-lending-transport`."""
     global _borrower
     if wrong := unsupported(scheduler):
         log.warning("Basin's lending is off on this prefill instance: %s", wrong)
@@ -39,16 +40,38 @@ def attach(scheduler: Any, patience_s: float) -> None:
     from sglang.srt.runtime_context import get_parallel
 
     from sglang_basin.lending.borrower import Borrower
-    from sglang_basin.lending.transport import MooncakeReads
 
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    transport = MooncakeReads(scheduler.disagg_prefill_bootstrap_queue.kv_manager, pool.layer_num)
+    transport = _transport(_kv_manager(scheduler), pool.layer_num, wanted)
     overlap = not _runs_prefill_graphs(scheduler)
     counted = get_parallel().attn_tp_rank == 0
     _borrower = Borrower(scheduler, transport, patience_s=patience_s, overlap=overlap, counted=counted)
     pool.register_layer_transfer_counter(_LayerGate(_borrower, pool.layer_transfer_counter))
     metrics().lending_up.set(1)
     log.info("Basin's lending is on: pulls %s", "layer by layer" if overlap else "whole parts")
+
+
+def _transport(kv_manager: Any, layers: int, wanted: str) -> Any:
+    """Mooncake, and before it mapped memory where there is CUDA."""
+    import torch
+
+    from sglang_basin.lending.transport import MooncakeReads
+
+    if wanted == places.MOONCAKE:
+        return MooncakeReads(kv_manager, layers, "--basin-lending-transport mooncake")
+    if not torch.cuda.is_available():
+        return MooncakeReads(kv_manager, layers, "this process has no CUDA device")
+    from sglang_basin.lending import nvml
+    from sglang_basin.lending.cuda_memory import CudaDevice, CudaError
+    from sglang_basin.lending.peer import Nearest, PeerReads
+
+    try:
+        device = CudaDevice(torch.cuda.current_device())
+        peer = PeerReads(kv_manager, layers, device, reaches=nvml.unreachable)
+    except (CudaError, OSError) as error:
+        log.warning("Basin reads lent pages by mooncake only: %s", error)
+        return MooncakeReads(kv_manager, layers, f"CUDA shares no memory here: {error}")
+    return Nearest(peer, MooncakeReads(kv_manager, layers))
 
 
 def unsupported(scheduler: Any) -> str | None:
@@ -112,6 +135,22 @@ class _LayerGate:
 def read_pages(result: Any, cls: Any, msg: list[bytes]) -> None:
     """After `TransferInfo.from_zmq`: keep the pages that decode lends for this call with the rest of its message."""
     result.lent_pages = unpack(msg)
+
+
+def read_buffers(result: Any, cls: Any, msg: list[bytes]) -> None:
+    """After `KVArgsRegisterInfo.from_zmq`: keep how the peer's buffers can be mapped with the rest of its message."""
+    try:
+        result.lent_buffers = buffers.unpack(msg)
+    except ValueError as error:
+        log.warning(
+            "Basin reads what %s lends by mooncake, its message is damaged: %s", result.mooncake_session_id, error
+        )
+        result.lent_buffers = None
+
+
+def lenders() -> dict[str, places.Choice]:
+    """Decodes that this rank has been lent something by: how it reads from each, and why."""
+    return {} if _borrower is None else _borrower.transport.choices()
 
 
 def _or_off(act: Callable[[], T], otherwise: T) -> T:

@@ -49,6 +49,7 @@ def pool(tokens: int, heads: int, dim: int, *, gap: int = 0, dtype: torch.dtype 
         ("one head of a rank, pages to slots", pool(256, 1, 128), pool(256, 1, 128), 64, 1),
         ("MLA, whole pages", pool(256, 1, 576), pool(256, 1, 576), 64, 64),
         ("MLA in fp8, tokens", *[pool(256, 1, 576, dtype=torch.float8_e4m3fn)] * 2, 1, 1),
+        ("a page as one row of bytes, as lending copies", *[pool(16, 1, 16384, dtype=torch.uint8)] * 2, 1, 1),
         ("strided tokens", pool(256, 2, 128, gap=64), pool(256, 2, 128), 16, 16),
     ],
 )

@@ -13,6 +13,8 @@ from launching import STAND_INS, run_module
 
 from sglang_basin import doctor
 from sglang_basin.engine.hooks import HOOKS, LENDING
+from sglang_basin.lending.nvml import Gpu
+from sglang_basin.status import LenderFigures, Report, Status
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict]:
@@ -96,3 +98,55 @@ def test_open_files_and_shared_memory() -> None:
     assert doctor.check_shared_memory(1 << 60).status == "FAIL"
     assert doctor.check_shared_memory(0).status == "OK"
     assert os.path.exists("/dev/shm")
+
+
+def transports(gpus: list[Gpu], rdma_devices: Path, *cut_off: tuple[str, str]) -> list[str]:
+    """What is said of lending where the pairs of GPUs in `cut_off` have no peer access."""
+    found = doctor.check_transports(gpus, lambda *pair: "no link" if pair in cut_off else None, rdma_devices)
+    return [f"{finding.check}: {finding.detail}" for finding in found]
+
+
+def test_transports_of_lending_are_said_with_the_reason(tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    assert transports([], none) == [
+        "lent by a decode on this machine: mooncake: this process has no CUDA device",
+        f"lent by a decode elsewhere: mooncake: it runs on another machine; TCP, there is no RDMA device in {none}",
+    ]
+    for name in ("mlx5_0", "mlx5_1"):
+        (tmp_path / name).mkdir()
+    gpus = [Gpu(0, "GPU-a", "H200"), Gpu(1, "GPU-b", "H200"), Gpu(2, "GPU-c", "H200")]
+    here = "lent by a decode on this machine"
+    assert transports(gpus, tmp_path, ("GPU-c", "GPU-a")) == [
+        f"{here}: peer: the same GPU (GPUs 0→0, 1→1, 2→2)",
+        f"{here}: peer: another GPU of this machine, with peer access (GPUs 0→1, 1→0, 1→2, 2→0, 2→1)",
+        f"{here}: mooncake: its GPU's memory cannot be read from here: no link (GPUs 0→2)",
+        "lent by a decode elsewhere: mooncake: it runs on another machine; RDMA devices mlx5_0, mlx5_1",
+    ]
+
+
+def test_a_running_prefill_is_asked_how_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = Status(
+        role="prefill",
+        gate="on",
+        uptime_s=1.0,
+        door=None,
+        held_calls=0,
+        entered_sessions=0,
+        cache=None,
+        control=None,
+        decisions={},
+        faults={},
+    )
+    report = Report(basin="0", sglang="0.5.23", states=[prefill])
+    monkeypatch.setattr(doctor.top, "fetch", lambda url, key, timeout_s: report)
+    (nobody,) = doctor.check_lenders("http://p", None)
+    assert (nobody.status, nobody.detail) == ("SKIP", "nobody has lent to it so far")
+    prefill.lenders.append(LenderFigures(name="10.0.0.2:4711", transport="peer", why="the same GPU"))
+    (finding,) = doctor.check_lenders("http://p", None)
+    assert str(finding) == "OK   lent to http://p by 10.0.0.2:4711: peer: the same GPU"
+
+
+def test_an_engine_that_does_not_answer_fails() -> None:
+    (finding,) = doctor.check_lenders("http://127.0.0.1:9", None)
+    assert finding.status == "FAIL"
+    assert "no answer" in finding.detail

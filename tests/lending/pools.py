@@ -116,6 +116,7 @@ class Copies:
         self.decode, self.prefill = decode, prefill
         self.failing = False
         self.read_pages = 0
+        self.finished = 0
         self._layers_let_through = 10**6
         self._changed = threading.Condition()
 
@@ -130,6 +131,15 @@ class Copies:
 
     def mismatch(self, peer: str) -> str | None:
         return None if peer == PEER else "unknown"
+
+    def finish(self, plan: Plan) -> None:
+        self.finished += 1
+
+    def name_of(self, peer: str) -> str:
+        return "mooncake"
+
+    def choices(self) -> dict[str, Any]:
+        return {}
 
     def read(self, plan: Plan, layer: int) -> None:
         with self._changed:

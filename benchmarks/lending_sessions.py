@@ -223,7 +223,14 @@ def summary(node: Node, turns: list[Turn], token_bytes: int) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str]) -> int:
+HICACHE = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "2"),
+    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
+)
+"""A host tier of twice prefill's pool, as the CPU platform serves it."""
+
+
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--turns", type=int, default=8)
@@ -238,18 +245,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--prefill-arguments", default="", help="more SGLang flags for prefill, in one string")
     parser.add_argument("--lending", default="on", choices=("on", "off"))
+    parser.add_argument("--hicache", action="store_true", help="prefill has a host tier too")
+    parser.add_argument("--checksum", action="store_true", help="decode checks the KV that it gets")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each engine")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path)
-    options = parser.parse_args(argv)
-    chunk = ["--chunked-prefill-size", str(options.chunk)] if options.chunk else []
+    return parser
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Start the node that the options describe, play the sessions, and say what came of them."""
+    engines = ["--tp-size", str(options.tp)]
+    engines += ["--chunked-prefill-size", str(options.chunk)] if options.chunk else []
+    engines += ["--disaggregation-enable-kv-checksum"] if options.checksum else []
     model = ModelSpec(hidden=128, layers=options.layers, vocab=2048, dtype="float32", seed=7)
     with lending_node(
         model=model,
         prefill_tokens=options.prefill_tokens,
         decode_tokens=options.decode_tokens,
         page_size=options.page_size,
-        engine_arguments=chunk,
-        prefill_arguments=options.prefill_arguments.split(),
+        engine_arguments=engines,
+        prefill_arguments=[*options.prefill_arguments.split(), *(HICACHE if options.hicache else ())],
         config=BasinConfig(admission="off", lending=options.lending),
         logs=options.logs,
     ) as node:
@@ -266,7 +282,13 @@ def main(argv: Sequence[str]) -> int:
         )
         shown = summary(node, turns, model.kv_bytes_per_token)
         shown["took_s"] = round(time.perf_counter() - start, 1)
-    text = json.dumps({"options": {k: str(v) for k, v in vars(options).items()}} | shown, indent=2)
+    return {"options": {k: str(v) for k, v in vars(options).items()}} | shown
+
+
+def main(argv: Sequence[str]) -> int:
+    options = arguments().parse_args(argv)
+    shown = run(options)
+    text = json.dumps(shown, indent=2)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")

@@ -10,8 +10,10 @@ only the process with the model needs happens in `ReferenceCpu.post_load_model`.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +71,7 @@ class ReferenceCpu(CpuDeviceMixin, SRTPlatform):
             )
         _send_page_indices_from_host()
         _host_tier_in_plain_memory()
+        _checksums_in_python()
         _pin_to_cores()
 
 
@@ -185,6 +188,28 @@ def _copy_pages(
     """sgl_kernel's `transfer_kv_direct`: copy the rows of `src_indices` to `dst_indices`, in each layer."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target.index_copy_(0, dst_indices, source.index_select(0, src_indices))
+
+
+def _checksums_in_python() -> None:
+    """Let `--disaggregation-enable-kv-checksum` work: SGLang's Adler-32 is a CUDA kernel."""
+    from sglang.srt.disaggregation.checksum import KvChecksumComputer
+
+    KvChecksumComputer.compute = _checksum
+
+
+def _checksum(self: Any, pages: torch.Tensor, states: torch.Tensor | None = None) -> int:
+    """Of the given pages of every KV buffer, then of the given items of every state buffer: the kernel's own order."""
+    checksum = 1
+    for addresses, items_bytes, indices in (
+        (self._kv_data_ptrs, self._kv_item_lens, pages),
+        (self._state_data_ptrs, self._state_item_lens, states),
+    ):
+        numbers = [] if indices is None else indices.tolist()
+        for address, item_bytes in zip(addresses, items_bytes, strict=True):
+            item = ctypes.c_char * item_bytes
+            for number in numbers:
+                checksum = zlib.adler32(item.from_address(address + number * item_bytes), checksum)
+    return checksum
 
 
 def _pin_to_cores() -> None:

@@ -1,10 +1,12 @@
 """When the CPU platform is there at all, and the parts of it that need no engine."""
 
+import zlib
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.disaggregation.checksum import KvChecksumComputer
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.platforms import _load_platform_class
@@ -109,3 +111,14 @@ def test_tiny_models_find_their_class_without_loading_all_others():
     spec = ModelSpec(hidden=64, layers=1)
     architectures = tiny_model._model_config(spec, end_id=0)["architectures"]
     assert list(import_model_classes(package, strict=True)) == architectures
+
+
+def test_kv_checksums_are_adler32_of_the_pages_in_order():
+    buffers = [torch.randint(0, 256, (8, 48), dtype=torch.uint8) for _ in range(4)]
+    computer = KvChecksumComputer("cpu", [buffer.data_ptr() for buffer in buffers], [48] * 4)
+    pages = torch.tensor([5, 0, 3])
+    expected = zlib.adler32(b"".join(buffer[pages].numpy().tobytes() for buffer in buffers))
+    assert cpu._checksum(computer, pages) == expected
+    buffers[2][3, 7] += 1
+    assert cpu._checksum(computer, pages) != expected
+    assert cpu._checksum(computer, pages[:0]) == 1

@@ -79,13 +79,13 @@ def counter(url: str, name: str, **labels: str) -> float:
     return total
 
 
-def outcomes(url: str) -> dict[str, int]:
+def outcomes(url: str, counter: str = "basin_lent_calls_total", label: str = "outcome") -> dict[str, int]:
     """What came of lent prefixes so far."""
-    found = {}
+    found: dict[str, int] = {}
     for line in requests.get(url + "/metrics", timeout=20).text.splitlines():
-        if line.startswith("basin_lent_calls_total{"):
+        if line.startswith(counter + "{"):
             series, _, value = line.rpartition(" ")
-            name = series.partition('outcome="')[2].partition('"')[0]
+            name = series.partition(f'{label}="')[2].partition('"')[0]
             found[name] = found.get(name, 0) + int(float(value))
     return found
 
@@ -94,25 +94,50 @@ def outcomes(url: str) -> dict[str, int]:
 class Answer:
     ids: list[int]
     cached_tokens: int
+    decode: str = ""
+    """The decode instance that served it (its URL)."""
 
 
-def call(url: str, ids: list[int], tokens: int, *, salt: str | None = None, session: str | None = None) -> Answer:
-    """A greedy call. Under a `salt` it finds nothing that others cached."""
+def call(
+    url: str,
+    ids: list[int],
+    tokens: int,
+    *,
+    salt: str | None = None,
+    session: str | None = None,
+    pin: str | None = None,
+) -> Answer:
+    """A greedy call. Under a `salt` it finds nothing that others cached. The router sends calls of one `pin` to one
+    decode: the session's name unless it is given; "" spreads them at random."""
     body: dict[str, Any] = {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
     }
     body |= {"cache_salt": salt} if salt else {}
     body |= {"session_id": session} if session else {}
-    response = requests.post(url + "/generate", json=body, headers=routing(session), timeout=120)
+    headers = routing(session if pin is None else pin)
+    response = requests.post(url + "/generate", json=body, headers=headers, timeout=120)
     response.raise_for_status()
     answer = response.json()
-    return Answer(answer["output_ids"], answer["meta_info"]["cached_tokens"])
+    decode = response.headers.get("x-smg-routed-worker-id", "")
+    return Answer(answer["output_ids"], answer["meta_info"]["cached_tokens"], decode)
 
 
 def routing(session: str | None) -> dict[str, str]:
     """Headers that keep a session's calls on one decode; the router hands them to nobody."""
     return {"x-basin-session-id": session} if session else {}
+
+
+def pins(node: Node) -> list[str]:
+    """For each decode, in the node's order, a name that the router pins to it."""
+    urls = [engine.url for engine in node.plan.of("decode")]
+    found: dict[str, str] = {}
+    for number in range(64):
+        pin = f"pin-{number}"
+        found.setdefault(call(node.url, [3, 5, 7, number], 1, pin=pin).decode, pin)
+        if set(urls) <= set(found):
+            return [found[url] for url in urls]
+    raise RuntimeError(f"the router sent 64 names to {sorted(found)} only, of {urls}")
 
 
 def abandon(url: str, ids: list[int], after_s: float, session: str | None = None) -> None:
@@ -164,8 +189,10 @@ def play(
     concurrency: int,
     disconnects: int,
     seed: int,
+    pinned: bool = True,
 ) -> list[Turn]:
-    """Play the sessions in random order, never two calls of one at a time; each call again under a salt, to compare."""
+    """Play the sessions in random order, never two calls of one at a time; each call again under a salt, to compare.
+    Unless `pinned`, each call lands on any decode."""
     rng = random.Random(seed)
     all_sessions = [Session(number, seed) for number in range(sessions)]
     order = [session for session in all_sessions for _ in range(turns)]
@@ -186,7 +213,7 @@ def play(
             tokens = session.random.randint(2, 12)
             if position in hang_ups:
                 abandon(node.url, prompt, session.random.choice((0.005, 0.02, 0.05, 0.1)), name)
-            warm = call(node.url, prompt, tokens, session=name)
+            warm = call(node.url, prompt, tokens, session=name, pin=name if pinned else "")
             cold = call(node.url, prompt, tokens, salt=f"{seed}-{position}")
             session.context = prompt + warm.ids
             session.turn += 1
@@ -218,6 +245,7 @@ def summary(node: Node, turns: list[Turn], token_bytes: int) -> dict[str, Any]:
         "bytes_per_lent_token": read / tokens if tokens else None,
         "token_bytes": token_bytes,
         "outcomes": outcomes(prefill),
+        "leases": outcomes(prefill, "basin_leases_total", "answer"),
         "faults": sum(counter(url, "basin_faults_total") for url in (prefill, *decode)),
         "kept_tokens": [int(counter(url, "basin_lent_kept_tokens")) for url in decode],
     }
@@ -240,6 +268,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--most-tokens", type=int, default=1_400, help="longest prompt")
     parser.add_argument("--chunk", type=int, help="SGLang's --chunked-prefill-size")
     parser.add_argument("--concurrency", type=int, default=2)
+    parser.add_argument("--decode", type=int, default=1, help="decode instances")
+    parser.add_argument("--unpinned", action="store_true", help="let each call land on any decode")
     parser.add_argument("--disconnects", type=int, default=0, help="calls that a client hangs up on before making them")
     parser.add_argument("--layers", type=int, default=MODEL.layers)
     parser.add_argument("--seed", type=int, default=1)
@@ -261,6 +291,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     model = ModelSpec(hidden=128, layers=options.layers, vocab=2048, dtype="float32", seed=7)
     with lending_node(
         model=model,
+        decode=options.decode,
         prefill_tokens=options.prefill_tokens,
         decode_tokens=options.decode_tokens,
         page_size=options.page_size,
@@ -279,6 +310,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             concurrency=options.concurrency,
             disconnects=options.disconnects,
             seed=options.seed,
+            pinned=not options.unpinned,
         )
         shown = summary(node, turns, model.kv_bytes_per_token)
         shown["took_s"] = round(time.perf_counter() - start, 1)

@@ -35,13 +35,13 @@ def address(host: str, port: int) -> str:
     return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
 
 
-def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+def _socket(context: zmq.Context[Any], kind: int, max_message_bytes: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
     return socket
@@ -65,7 +65,7 @@ class PrefillEnd:
     def __init__(self, host: str, port: int) -> None:
         """Bind. Raises ControlError when the port is taken or the host is not one of this machine's addresses."""
         self._context = zmq.Context()
-        self.socket = _socket(self._context, zmq.ROUTER)
+        self.socket = _socket(self._context, zmq.ROUTER, messages.MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.address = address(host, port)
         try:
@@ -166,7 +166,7 @@ class DecodeEnd:
         self._context.term()
 
     def _open(self, peer: str) -> zmq.Socket[bytes]:
-        socket = _socket(self._context, zmq.DEALER)
+        socket = _socket(self._context, zmq.DEALER, messages.MAX_MESSAGE_BYTES + messages.MAX_PROMPT_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)

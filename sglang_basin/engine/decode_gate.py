@@ -28,6 +28,7 @@ from sglang_basin.engine.prompt_sessions import PromptSessions
 from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, failed, peers
 from sglang_basin.engine.turn import Turn
 from sglang_basin.engine.watch import EngineWatch
+from sglang_basin.lending.ranks import ForRanks
 from sglang_basin.policy.decisions import Reason
 from sglang_basin.policy.lineage import MIN_TOKENS
 from sglang_basin.status import ControlFigures, Status
@@ -89,10 +90,12 @@ class DecodeGate:
         watch: EngineWatch | None = None,
         by_prompt: PromptSessions | None = None,
         lendable: Callable[[], int] | None = None,
+        kept: Callable[[Any], int] = lambda request: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `by_prompt`, calls that name no session are asked about too, for prefill infers their sessions.
-        `lendable` says how many tokens finished calls may keep here now; None where nothing is lent."""
+        `lendable` says how many tokens finished calls may keep here now; None where nothing is lent. `kept` says how
+        many of an answered call's."""
         self._control = control
         self._answer = answer
         self._turn = Turn()
@@ -103,6 +106,7 @@ class DecodeGate:
         self._finals = finals
         self._watch = watch
         self._lendable = lendable
+        self._kept = kept
         self._heard_s: dict[str, float] = {}  # prefill -> when its last message came
         self._silent: set[str] = set()  # prefill instances that let the patience run out and were not heard since
         self._by_prompt = by_prompt
@@ -123,7 +127,7 @@ class DecodeGate:
         import zmq
         from sglang.srt.runtime_context import get_disagg
 
-        from sglang_basin.lending.decode import lendable_tokens
+        from sglang_basin.lending.decode import kept_tokens_of, lendable_tokens
 
         sleeper = scheduler.idle_sleeper
         wake = (lambda socket: sleeper.poller.register(socket, zmq.POLLIN)) if sleeper else (lambda socket: None)
@@ -138,6 +142,7 @@ class DecodeGate:
             watch=EngineWatch(scheduler),
             by_prompt=PromptSessions(config.max_live_sessions) if config.infer_sessions == "on" else None,
             lendable=lendable_tokens if config.lending == "on" else None,
+            kept=kept_tokens_of,
         )
 
     def __repr__(self) -> str:
@@ -169,7 +174,8 @@ class DecodeGate:
         if call is not None:
             output_tokens = len(getattr(request, "output_ids", None) or ())
             final, answered = self._is_final(request, call), not failed(request)
-            self._control.send(call.peer, messages.Left(call.room, output_tokens, final, answered))
+            kept_tokens = self._kept(request) if answered else 0
+            self._control.send(call.peer, messages.Left(call.room, output_tokens, final, answered, kept_tokens))
             self._note_left(call.room, answered=answered)
 
     def describe(self, status: Status) -> None:
@@ -183,6 +189,9 @@ class DecodeGate:
     def _control_figures(self, now_s: float) -> ControlFigures:
         unanswered = sum(waiting.unanswered_s is not None for waiting in self._held.values())
         return control_figures(None, {peer: self._heard_s.get(peer) for peer in self._control.peers}, unanswered, now_s)
+
+    def post(self, peer: str, message: messages.FromDecode) -> bool:
+        return self._control.send(peer, message)
 
     def let_go(self) -> list[Any]:
         held = [*(waiting.request for waiting in self._held.values()), *self._turn.rest()]
@@ -291,6 +300,9 @@ class DecodeGate:
         if isinstance(message, messages.Reorder):
             if (entered := self._entered.get((peer, message.session_id))) is not None:
                 entered.priority_ms = message.priority_ms
+            return
+        if isinstance(message, messages.Borrow | messages.Return):
+            self._turn.go_on(ForRanks(peer, message))
             return
         waiting = self._held.get(message.room)
         if waiting is None or waiting.peer != peer:

@@ -30,6 +30,9 @@ class Gate(Protocol):
     def describe(self, status: Status) -> None:
         """Put this gate's figures into `status`, for whoever watches."""
 
+    def post(self, peer: Any, message: Any) -> bool:
+        """Send a message to one of the other side's gates; False where it cannot go. For lending."""
+
     def let_go(self) -> list[Any]:
         """Give up: return every request that is held or was under way, and hold none from now on. Must not raise."""
 
@@ -57,6 +60,12 @@ def describe(status: Status) -> None:
     """Let the gate, if there is one, put its figures into `status`."""
     if _here.gate is not None:
         _here.gate.describe(status)
+
+
+def post(peer: Any, message: Any) -> bool:
+    """Send a message of lending's through the gate's control channel, in the scheduler's thread of rank 0. False where
+    it cannot go."""
+    return _here.gate is not None and _here.gate.post(peer, message)
 
 
 def attach(result: Any, self: Any) -> None:

@@ -153,6 +153,13 @@ LENDING: tuple[Hook, ...] = (
         why="pools, tree and queues exist from here on; no call has come yet",
     ),
     Hook(
+        target=f"{_RECEIVER}.recv_requests",
+        kind="after",
+        function="sglang_basin.lending.attach:hear",
+        parameters=("self", "local_reqs"),
+        why="on every rank, behind the broadcast: leases are asked for, granted and returned in one order on all ranks",
+    ),
+    Hook(
         target=f"{_TREE}.on_release",
         kind="after",
         function=f"{_ON_DECODE}:trim",

@@ -1,7 +1,7 @@
 """The words of the control channel between a decode gate and the door on prefill: msgpack, typed, bounded.
 
-Decode asks and reports, prefill answers and tells. A message that does not decode into one of these types within
-`MAX_MESSAGE_BYTES` is dropped and counted; nothing is ever unpickled.
+Decode asks and reports, prefill answers and tells; for a lease of KV it is the other way round. A message that does not
+decode into one of these types within `MAX_MESSAGE_BYTES` is dropped and counted; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -14,12 +14,24 @@ from sglang_basin.engine.identity import MAX_NAME_CHARACTERS
 from sglang_basin.policy.decisions import Reason
 
 MAX_MESSAGE_BYTES = 64 * 1024
+MAX_PROMPT_BYTES = 4 * 1024 * 1024
+"""Of a prompt, 4 bytes a token, that prefill sends to a decode which it asks for a lease; more is not asked for. Only
+decode takes messages of this size, and only from the prefill that it connected to."""
+
+MAX_LEASED_PAGES = 12_000
+"""In an answer to such a question: what fits, 4 bytes a page, into a message to prefill."""
+
+MAX_RANKS = 64
+MAX_LEASE_S = 60.0
+MAX_KEY_CHARACTERS = 4096
 ROOMS_PER_MESSAGE = 4096
 
 Room = int
 """SGLang's bootstrap room: what both legs of a call have in common. msgpack carries 64 bits of it."""
 
 SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+KeyPart = Annotated[str, msgspec.Meta(max_length=MAX_KEY_CHARACTERS)]
+MooncakeSession = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -34,12 +46,14 @@ class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
 
 class Left(msgspec.Struct, tag="left", array_like=True, frozen=True):
     """The call of `room` has left decode, however it ended, with so many tokens of output; `answered` if it came to its
-    end, `final` if it did so without calling one of the tools it was offered."""
+    end, `final` if it did so without calling one of the tools it was offered. Decode keeps the KV of the first
+    `kept_tokens` of prompt and output, for as long as it has no better use for the memory."""
 
     room: Room
     output_tokens: Tokens
     final: bool = False
     answered: bool = False
+    kept_tokens: Tokens = 0
 
 
 class Running(msgspec.Struct, tag="running", array_like=True, frozen=True):
@@ -90,8 +104,39 @@ class Lends(msgspec.Struct, tag="lends", array_like=True, frozen=True):
     tokens: Tokens
 
 
-FromDecode = Ask | Left | Running | Lends
-FromPrefill = Enter | Reorder | Wait | Turned | Ended
+class Borrow(msgspec.Struct, tag="borrow", array_like=True, frozen=True):
+    """Prefill asks a decode that has nothing to do with the call of `room` for what it keeps of the call's prompt: for
+    its pages, locked for so many seconds. `extra_key` and `cache_salt` are SGLang's own parts of the key."""
+
+    room: Room
+    prompt: Annotated[bytes, msgspec.Meta(max_length=MAX_PROMPT_BYTES)]
+    """Token ids, 4 bytes each, little-endian."""
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)]
+    extra_key: KeyPart | None = None
+    cache_salt: KeyPart | None = None
+
+
+class Return(msgspec.Struct, tag="return", array_like=True, frozen=True):
+    """Prefill has no more use for the lease of `room`."""
+
+    room: Room
+
+
+class Lease(msgspec.Struct, tag="lease", array_like=True, frozen=True):
+    """Decode's answer to `Borrow`: the pages of the prompt's first `tokens`, in order, and for each of its ranks where
+    they can be read (its Mooncake session). No tokens: it keeps nothing of this prompt, or, if `busy`, has no memory to
+    lock just now."""
+
+    room: Room
+    tokens: Tokens = 0
+    pages: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_LEASED_PAGES)] = b""
+    """Page numbers, 4 bytes each, little-endian."""
+    sessions: Annotated[tuple[MooncakeSession, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
+    busy: bool = False
+
+
+FromDecode = Ask | Left | Running | Lends | Lease
+FromPrefill = Enter | Reorder | Wait | Turned | Ended | Borrow | Return
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_decode = msgspec.msgpack.Decoder(FromDecode).decode

@@ -111,6 +111,8 @@ TABLE: dict[str, _Row] = dict(
     lent_bytes=_counter(
         "basin_lent_bytes_total", "Bytes read from decode for them, by this server's first rank.", "transport"
     ),
+    leases=_counter("basin_leases_total", "Leases of copies on other decodes that prefill asked for.", "answer"),
+    leased=_gauge("basin_leased_tokens", "KV that this decode instance keeps locked for prefill to read."),
     lent_seconds=_Row(
         "basin_lent_pull_seconds",
         "histogram",

@@ -47,6 +47,8 @@ from sglang_basin.engine.requests import (
 from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.engine.turn import Turn
 from sglang_basin.engine.watch import EngineWatch
+from sglang_basin.lending.copies import Copies
+from sglang_basin.lending.ranks import ForRanks, Kept
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Reason, Refuse
 from sglang_basin.policy.door import Door
 from sglang_basin.policy.interface import EngineView
@@ -88,11 +90,12 @@ class PrefillGate:
         decision_log: DecisionLog | None = None,
         predictor: DeployedPredictor | None = None,
         by_prompt: PromptSessions | None = None,
+        copies: Copies | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`control` is None for a unified server, which has no decode instances; without a `watch` the budget stays
         where it is. `predictor` is the door's, told here what requests say about their tasks. Without a `by_prompt`
-        calls that name no session pass."""
+        calls that name no session pass. `copies` is None where nothing is lent."""
         self.door = door
         self.control = control
         self._answer = answer
@@ -101,6 +104,7 @@ class PrefillGate:
         self._decision_log = decision_log
         self._predictor = predictor
         self._by_prompt = by_prompt
+        self._copies = copies
         self._turn = Turn()
         self._clock = clock
         self._priorities = PriorityClock(clock)
@@ -133,8 +137,9 @@ class PrefillGate:
         door = door_for(config, scheduler.max_total_num_tokens, predictor)
         decisions = None if config.decision_log is None else DecisionLog(Path(config.decision_log))
         by_prompt = PromptSessions(config.max_live_sessions, door.runs) if config.infer_sessions == "on" else None
+        copies = Copies(config.max_live_sessions) if config.lending == "on" else None
         answer = scheduler_answer(scheduler)
-        return cls(door, control, answer, EngineWatch(scheduler), decisions, predictor, by_prompt)
+        return cls(door, control, answer, EngineWatch(scheduler), decisions, predictor, by_prompt, copies)
 
     def __repr__(self) -> str:
         rule = f"admission by {self.door.law.name} reservation" if self.door.settings.enabled else "admission off"
@@ -192,6 +197,12 @@ class PrefillGate:
             status.cache = cache_figures(self._view, state.high_hit_rate)
         if self.control is not None:
             status.control = self._control_figures(self.control.address, now_s)
+
+    def post(self, peer: bytes, message: messages.FromPrefill) -> bool:
+        sent = self._send(peer, message)
+        if not sent and isinstance(message, messages.Borrow):
+            self._turn.go_on(ForRanks(peer, messages.Lease(message.room)))  # nobody else will answer
+        return sent
 
     def let_go(self) -> list[Any]:
         held = [*(held.request for held in self._held.values()), *self._turn.rest()]
@@ -262,7 +273,18 @@ class PrefillGate:
             self._send(asker, self._let_in(call, request.priority))
         elif self.control is not None:  # the door may have forgotten the call by the time that decode asks
             _remember(self._verdicts, call, (self._let_in(call, request.priority), now_s))
+        if self._copies is not None:
+            self._tell_copy(self._copies, call, now_s)
         self._turn.go_on(request)
+
+    def _tell_copy(self, copies: Copies, call: str, now_s: float) -> None:
+        """Tell all ranks which decode of those that are alive keeps most of the call's session."""
+        session_id = self.door.session_of(call)
+        if session_id is None:
+            return
+        alive = frozenset(gate for gate, heard_s in self._gates.items() if now_s - heard_s <= LENT_FOR_S)
+        if (copy := copies.longest(session_id, alive)) is not None:
+            self._turn.go_on(ForRanks(copy.holder, Kept(int(call), copy.tokens)))
 
     def _let_in(self, call: str, priority_ms: int) -> messages.Enter:
         session_id = self.door.session_of(call)
@@ -325,6 +347,10 @@ class PrefillGate:
             self._left_decode(peer, message, now_s)
         elif isinstance(message, messages.Lends):
             self._lent[peer] = message.tokens, now_s
+        elif isinstance(message, messages.Lease):
+            if not message.busy:
+                self._note_copy(self.door.session_of(str(message.room)), peer, message.tokens)
+            self._turn.go_on(ForRanks(peer, message))
         else:
             for room in message.rooms:
                 self.door.decoding(str(room), now_s)
@@ -352,10 +378,16 @@ class PrefillGate:
         else:
             self._note_left(call, answered=message.answered)
             session_id = self.door.session_of(call)
+            if message.kept_tokens:
+                self._note_copy(session_id, peer, message.kept_tokens)
             self.door.finish(call, message.output_tokens, now_s, final=message.final)
             if session_id is not None and self.door.live_session(session_id) is not None:
                 priority_ms = self._priorities.stamp(self.door.order(session_id, now_s))
                 self._send(peer, messages.Reorder(session_id, priority_ms))
+
+    def _note_copy(self, session_id: str | None, peer: bytes, tokens: int) -> None:
+        if self._copies is not None and session_id is not None:
+            self._copies.note(session_id, peer, tokens)
 
     def _tell_ended(self) -> None:
         sessions = self.door.take_ended()
@@ -363,6 +395,8 @@ class PrefillGate:
             show_prediction(session)
             if self._by_prompt is not None:
                 self._by_prompt.ended(session.session_id)
+            if self._copies is not None:
+                self._copies.ended(session.session_id)
         ended = [session.session_id for session in sessions]
         for start in range(0, len(ended), 64):
             for gate in list(self._gates):
@@ -405,9 +439,11 @@ class PrefillGate:
             del self._lent[peer]
         return sum(tokens for tokens, _ in self._lent.values())
 
-    def _send(self, peer: bytes, message: messages.FromPrefill) -> None:
-        if self.control is None or not self.control.send(peer, message):
-            self._gates.pop(peer, None)
+    def _send(self, peer: bytes, message: messages.FromPrefill) -> bool:
+        sent = self.control is not None and self.control.send(peer, message)
+        if not sent and self._gates.pop(peer, None) is not None and self._copies is not None:
+            self._copies.gone(peer)
+        return sent
 
     def _control_figures(self, address: str, now_s: float) -> ControlFigures:
         heard_s = {peer.hex(): at_s for peer, at_s in self._gates.items()}

@@ -1,12 +1,18 @@
 """Lending: decode keeps finished calls' KV in memory it does not need, prefill gets back what its own cache lost.
 
-No directory and no message of its own: decode's radix cache keeps the pages (`decode`), the metadata message that
-decode sends for every call carries where the call's prefix lies there (`pages`), and prefill's scheduler (`borrower`)
-has a thread (`pull`) read what its cache lacks, layer by layer (`transport`), into slots of its own. From a decode of
-its own machine it reads by `peer`: decode's registration message carries how its buffers are mapped (`buffers`, by
-`cuda_memory`), and `places` and `nvml` tell whether that can be. `worth` and `breaker` decide, and are pure. `prefill`
-and `decode` are the hooks' own code, `attach` puts them in place, `calls` is what is remembered about one call; the
-table of hooks is `engine.hooks`.
+Decode's radix cache keeps the pages (`decode`), the metadata message that decode sends for every call carries where
+the call's prefix lies there (`pages`), and prefill's scheduler (`borrower`) has a thread (`pull`) read what its cache
+lacks, layer by layer (`transport`), into slots of its own. When the call has landed on another decode than the one that
+keeps most of its session, prefill asks that one: decode reports with each call's end how much it keeps of it
+(`copies`), prefill asks with the prompt itself (`questions`), and decode answers with a lease, pages that it keeps
+locked for a time (`leases`). These three travel over the control channel, and from rank 0 to all ranks with the
+requests (`ranks`).
+
+From a decode of its own machine prefill reads by `peer`: decode's registration message carries how its buffers are
+mapped (`buffers`, by `cuda_memory`), and `places` and `nvml` tell whether that can be.
+
+`worth` and `breaker` decide, and are pure. `prefill` and `decode` are the hooks' own code, `attach` puts them in place,
+`calls` is what is remembered about one call; the table of hooks is `engine.hooks`.
 
 Models with state beside attention's KV (`prefill.unsupported`) keep admission and order; lending is off for them. What
 their state would take, with the places in SGLang 0.5.23 (`mem_cache/unified_cache/components`, `disaggregation`):

@@ -1,4 +1,4 @@
-"""Puts a scheduler's side of lending in place, by its role."""
+"""Puts a scheduler's side of lending in place, by its role, and hands its ranks what the gate has for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 from sglang_basin.config import BasinConfig
+from sglang_basin.lending import decode, prefill
+from sglang_basin.lending.ranks import take_out
 
 
 def attach(result: Any, self: Any) -> None:
@@ -15,10 +17,16 @@ def attach(result: Any, self: Any) -> None:
         return
     role = self.disaggregation_mode.value
     if role == "prefill":
-        from sglang_basin.lending import prefill
-
         prefill.attach(self, config.lending_patience_s, config.lending_transport)
     elif role == "decode":
-        from sglang_basin.lending import decode
-
         decode.attach(self, config.lent_share)
+
+
+def hear(result: Any, self: Any, local_reqs: Any = None) -> list[Any] | None:
+    """After `SchedulerRequestReceiver.recv_requests`, once a turn on every rank, behind the broadcast."""
+    told, requests = take_out(result)
+    for message in told:
+        prefill.hear(message)
+        decode.hear(message)
+    decode.settle()
+    return requests if told else None

@@ -2,10 +2,12 @@
 
 All of it runs in the scheduler's thread of every rank; `Pull` alone has a thread. A call's lent part goes through
 
-    asked     the call is bootstrapped and decode holds more of its prefix than prefill's caches: wait for free slots,
-              half the patience at most
+    asked     the call is bootstrapped and decode holds more of its prefix than prefill's caches: wait for a lease if it
+              is another decode (`questions`), then for free slots, half the patience at most
     flowing   slots are allocated, the prefix before them is locked, a thread reads
-    near      so little is missing that the call may be scheduled: the forward of layer l waits for layer l alone
+    near      so little is missing that the call may be scheduled: the forward of layer l waits for layer l alone.
+              Not with a lease, whose tokens the call's own decode lacks: SGLang sends it what a call has cached before
+              the forward runs
     landed    all is there: the slots join the radix tree like computed KV, before or after the call ran
     given up  the peer failed or took longer than the patience: the call goes on as if nothing was lent, and the slots
               stay out of use until the last read is through
@@ -30,11 +32,13 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_basin.engine.messages import MAX_PROMPT_BYTES
 from sglang_basin.engine.metrics import log, metrics
 from sglang_basin.lending.breaker import Breaker
 from sglang_basin.lending.calls import Chance, chance_of
 from sglang_basin.lending.pages import Pages
 from sglang_basin.lending.pull import Pull
+from sglang_basin.lending.questions import Post, Question, Questions
 from sglang_basin.lending.transport import Plan, Transport
 from sglang_basin.lending.worth import Line, Link, worth
 
@@ -76,6 +80,8 @@ class Part:
     lent_bytes: int
     until_s: float
     """The end of the call's patience."""
+    leased_by: bytes | None = None
+    """The decode whose lease it is, to be given back; None for the call's own decode."""
     near: bool = False
     shown_from: int | None = None
     """The call was last told that it has everything up to `end`, of which so much came from the tree."""
@@ -93,11 +99,13 @@ class _Peer:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What decode lends for a call, as this rank sees it: the tokens up to `end` lie in `pages`."""
+    """What a decode lends for a call, as this rank sees it: the tokens up to `end` lie in `pages`."""
 
     peer: str
     pages: Pages
     end: int
+    lease: Question | None = None
+    """By which another decode than the call's own lends it."""
 
 
 class Reading:
@@ -145,10 +153,13 @@ class Borrower:
         patience_s: float,
         overlap: bool = True,
         counted: bool = True,
+        rank: int = 0,
+        post: Post | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`overlap` False where a forward cannot wait for single layers: a part is then used once it has landed.
-        `counted`: whether this rank's decisions, which are all ranks', are the ones on the metrics."""
+        `counted`: whether this rank's decisions, which are all ranks', are the ones on the metrics. `rank` is this
+        rank's number; `post`, on the first rank, sends to other decodes' gates."""
         self.scheduler = scheduler
         self.transport = transport
         self.patience_s = patience_s
@@ -157,6 +168,7 @@ class Borrower:
         self.computing = Line()
         self.kv_manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
         self.reading = Reading(self.kv_manager)
+        self.questions = Questions(post, rank, patience_s)
         self._clock = clock
         self._tree = scheduler.tree_cache
         self._allocator = scheduler.token_to_kv_pool_allocator
@@ -178,15 +190,17 @@ class Borrower:
     def settle(self) -> None:
         """Once a turn, before calls leave the bootstrap queue: what has landed joins the tree, what failed is given
         up."""
-        if not (self._parts or self._stuck or self._asking):
+        if not (self._parts or self._stuck or self._asking or self.questions):
             return
         now_s = self._clock()
         parts, stuck, asking = list(self._parts.values()), list(self._stuck), list(self._asking.values())
+        questions = self.questions.open()
         came = self._agree(
             [
                 *(self._came(part, now_s) for part in parts),
                 *(part.pull.over for part in stuck),
                 *(now_s - chance_of(req).asked_s < self.patience_s / 2 for req in asking),
+                *(self.questions.patient(question, now_s) for question in questions),
             ]
         )
         for part, far in zip(parts, came, strict=False):
@@ -200,9 +214,13 @@ class Borrower:
             if over:
                 self._stuck.remove(part)
                 self._allocator.free(part.slots)
-        for req, patient in zip(asking, came[len(parts) + len(stuck) :], strict=True):
+                self._give_back(part)
+        for req, patient in zip(asking, came[len(parts) + len(stuck) :], strict=False):
             if not patient:
                 self._judge(req, "no_room")
+        for question, patient in zip(questions, came[len(parts) + len(stuck) + len(asking) :], strict=True):
+            if not patient and self.questions.of(question.room) is question:
+                self.questions.drop(question, now_s)
 
     def drain(self) -> bool:
         """Before the pool is reset: whether no slot is on its way any more, after waiting a little for those that
@@ -222,8 +240,10 @@ class Borrower:
         chance = chance_of(req)
         if chance.judged:
             return True
+        if self._waits_for_answer(req, chance):
+            return False
         room_tokens = self._room_tokens()
-        if chance.asked_s is not None and room_tokens == chance.room_tokens:
+        if req.rid in self._asking and room_tokens == chance.room_tokens:
             return False
         chance.room_tokens = room_tokens
         return self._ask(req, chance)
@@ -287,20 +307,54 @@ class Borrower:
 
     # How a part begins.
 
+    def _waits_for_answer(self, req: Any, chance: Chance) -> bool:
+        """Whether the call waits for another decode to say what it lends; asks it the first time. The same on all
+        ranks."""
+        if (question := self.questions.of(req.bootstrap_room)) is not None:
+            return not question.answered
+        if chance.looked:
+            return False
+        chance.looked = True
+        copy = self.questions.copy_of(req.bootstrap_room)
+        return copy is not None and self._ask_holder(req, chance, *copy)
+
+    def _ask_holder(self, req: Any, chance: Chance, holder: bytes, kept_tokens: int) -> bool:
+        """Ask another decode for a lease, if it has more than the call's own and prefill, and reading it may pay."""
+        own, _ = self._offer(req)
+        (own_end,) = self._agree([0 if own is None else own.end])
+        limit = min(kept_tokens, req._compute_max_prefix_len(len(req.origin_input_ids)), MAX_PROMPT_BYTES // 4)
+        _, match = self._cached(req, end := limit // self._page * self._page)
+        have = match.device_prefix_len + match.host_hit_length
+        if end <= max(own_end, have):
+            return False
+        if not self._agree([self.questions.may_ask(req, holder, self._clock())])[0]:
+            return False
+        session = self.questions.holder(holder).session
+        if session is not None and self._refused(session, end - have):
+            return False
+        chance.asked_s = self._clock()
+        self.questions.ask(req, end, holder, chance.asked_s)
+        return True
+
     def _ask(self, req: Any, chance: Chance) -> bool:
-        """`ready` for a call that has not been judged. The same on all ranks."""
-        offer, refusal = self._offer(req)
-        if self._agree([0 if offer is None else 1])[0] == 0 or offer is None:
-            return self._judge(req, refusal or "other_rank")
-        key = RadixKey(req.origin_input_ids, req.extra_key, limit=offer.end, cache_salt=req.cache_salt)
-        key = key.page_aligned(self._page)
-        match = self._tree.match_prefix(MatchPrefixParams(key=key))
-        start, host = match.device_prefix_len, match.host_hit_length
-        end = self._agree([offer.end])[0]
-        if start + host >= end:
-            return self._judge(req, "present")
-        if refusal := self._refused(offer.peer, end - start):
-            return self._judge(req, refusal)
+        """`ready` for a call that has not been judged, and for which all offers are here. The same on all ranks."""
+        own, refusal = self._offer(req)
+        leased = self._leased(req)
+        own_end, leased_end = self._agree([0 if offer is None else offer.end for offer in (own, leased)])
+        for offer, end in ((leased, leased_end), (own, own_end)):
+            if offer is None or end == 0 or (offer is leased and end <= own_end):
+                continue
+            key, match = self._cached(req, end)
+            start = match.device_prefix_len
+            if start + match.host_hit_length >= end:
+                refusal = "present"
+            elif (refusal := self._refused(offer.peer, end - start)) is None:
+                return self._take(req, chance, offer, key, match, end)
+        return self._judge(req, refusal or "other_rank")
+
+    def _take(self, req: Any, chance: Chance, offer: _Offer, key: Any, match: Any, end: int) -> bool:
+        """Begin with an offer, or wait for slots."""
+        start = match.device_prefix_len
         if not self._fits(len(req.origin_input_ids) - start):
             chance.asked_s = chance.asked_s or self._clock()
             self._asking[req.rid] = req
@@ -308,6 +362,21 @@ class Borrower:
         self._asking.pop(req.rid, None)
         waited_s = 0.0 if chance.asked_s is None else self._clock() - chance.asked_s
         return not self._begin(req, offer, key, match, start, end, self.patience_s - waited_s)
+
+    def _cached(self, req: Any, end: int) -> tuple[Any, Any]:
+        """The key of the call's first `end` tokens, and what prefill's tree has of it (`MatchResult`)."""
+        key = RadixKey(req.origin_input_ids, req.extra_key, limit=end, cache_salt=req.cache_salt)
+        key = key.page_aligned(self._page)
+        return key, self._tree.match_prefix(MatchPrefixParams(key=key))
+
+    def _leased(self, req: Any) -> _Offer | None:
+        """What another decode has leased for this call."""
+        question = self.questions.of(req.bootstrap_room)
+        if question is None or question.session is None or self._unlike(question.session):
+            return None
+        limit = min(question.tokens, req._compute_max_prefix_len(len(req.origin_input_ids)))
+        end = min(limit // self._page, len(question.pages)) * self._page
+        return _Offer(question.session, question.pages, end, question)
 
     def _offer(self, req: Any) -> tuple[_Offer | None, str | None]:
         """What decode lends for this call, or why this rank cannot take it."""
@@ -325,12 +394,17 @@ class Borrower:
         end = min(limit // self._page, len(info.lent_pages)) * self._page
         if end <= 0:
             return None, "none"
-        if wrong := self.transport.mismatch(info.mooncake_session_id):
-            if wrong not in self._warned:
-                self._warned.add(wrong)
-                log.warning("Basin: %s lends nothing to this prefill: %s", info.mooncake_session_id, wrong)
+        if self._unlike(info.mooncake_session_id):
             return None, "layout"
         return _Offer(info.mooncake_session_id, info.lent_pages, end), None
+
+    def _unlike(self, peer: str) -> bool:
+        """Whether this peer's KV cannot be read; says why once."""
+        wrong = self.transport.mismatch(peer)
+        if wrong is not None and wrong not in self._warned:
+            self._warned.add(wrong)
+            log.warning("Basin: %s lends nothing to this prefill: %s", peer, wrong)
+        return wrong is not None
 
     def _refused(self, peer: str, tokens: int) -> str | None:
         """Why the tokens are computed rather than pulled, or None. One rank's reason is every rank's."""
@@ -369,9 +443,10 @@ class Borrower:
             tree.evict(EvictParams(num_tokens=short))
         slots = self._allocator.alloc(end - start)
         room = req.bootstrap_room
-        may_read = slots is not None and self.reading.begin(room)
+        lease = offer.lease
+        may_read = slots is not None and (lease is not None or self.reading.begin(room))
         if not self._agree([may_read])[0]:
-            if may_read:
+            if may_read and lease is None:
                 self.reading.end(room)
             if slots is not None:
                 self._allocator.free(slots)
@@ -384,14 +459,19 @@ class Borrower:
         pull = Pull(
             transport.layers,
             lambda layer: transport.read(plan, layer),
-            lambda: _end(transport, plan, reading, room),
+            lambda: _end(transport, plan, None if lease else reading, room),
             str(room),
+            float("inf") if lease is None else lease.until_s,
         )
         self._peers[offer.peer].breaker.begin()
         lent_bytes = plan.total_pages * transport.page_bytes
-        self._parts[req.rid] = Part(
-            req, offer.peer, start, end, key, before[:start], lock, slots, pull, lent_bytes, self._clock() + patience_s
+        until_s = self._clock() + patience_s
+        self._parts[req.rid] = part = Part(
+            req, offer.peer, start, end, key, before[:start], lock, slots, pull, lent_bytes, until_s
         )
+        if lease is not None and self.questions.take(room):
+            part.leased_by = lease.holder
+        self._end_question(req)  # a shorter lease than what its own decode has
         pull.start()
         log.debug("Basin pulls tokens %d to %d of call %s from %s", start, end, req.rid, offer.peer)
         return True
@@ -399,8 +479,19 @@ class Borrower:
     def _judge(self, req: Any, outcome: str) -> bool:
         chance_of(req).judged = True
         self._asking.pop(req.rid, None)
+        self._end_question(req)
         self._count(outcome)
         return True
+
+    def _end_question(self, req: Any) -> None:
+        """The call has no use, or none any more, for what it asked another decode for."""
+        if (question := self.questions.of(req.bootstrap_room)) is not None:
+            self.questions.drop(question, self._clock())
+
+    def _give_back(self, part: Part) -> None:
+        if part.leased_by is not None:
+            self.questions.give_back(part.leased_by, part.req.bootstrap_room)
+            part.leased_by = None
 
     def _count(self, outcome: str) -> None:
         if self.counted:
@@ -414,7 +505,8 @@ class Borrower:
             return Came.LANDED
         if pull.over or now_s > part.until_s:
             return Came.GIVEN_UP
-        return Came.NEAR if self.overlap and pull.remaining_s(now_s) <= NEAR_S else Came.FLOWING
+        may_overlap = self.overlap and part.leased_by is None
+        return Came.NEAR if may_overlap and pull.remaining_s(now_s) <= NEAR_S else Came.FLOWING
 
     def _all_there(self, part: Part, until_s: float) -> bool:
         part.pull.wait_over(until_s)
@@ -422,6 +514,7 @@ class Borrower:
 
     def _publish(self, part: Part) -> None:
         """The part joins the tree, evictable like any cached prefix; slots that the tree has no use for are freed."""
+        own = part.leased_by is None
         del self._parts[part.req.rid]
         self._tree.insert(
             InsertParams(
@@ -434,7 +527,8 @@ class Borrower:
         )
         self._tree.unlock(part.lock)
         chance_of(part.req).judged = True
-        self._landed(part, "landed")
+        self._give_back(part)
+        self._landed(part, "landed" if own else "leased")
 
     def _hand_over(self, part: Part) -> None:
         """The call ran with the part, whose slots are in the call's row now: SGLang inserts them like computed ones."""
@@ -494,9 +588,10 @@ class Borrower:
         return agreed.tolist()
 
 
-def _end(transport: Transport, plan: Plan, reading: Reading, room: int) -> None:
-    """In the reading thread, behind the last layer."""
+def _end(transport: Transport, plan: Plan, reading: Reading | None, room: int) -> None:
+    """In the reading thread, behind the last layer. `reading` is None for a lease."""
     try:
         transport.finish(plan)
     finally:
-        reading.end(room)
+        if reading is not None:
+            reading.end(room)

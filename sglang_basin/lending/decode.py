@@ -3,15 +3,22 @@ prefill is told which pages hold a call's prefix.
 
 What is lent is what the tree holds and no call uses: SGLang evicts it, oldest first, before any call waits or is
 retracted. The pages of a call's prefix are locked by the call itself, from the moment prefill is told of them until
-the call has left decode.
+the call has left decode. For a call that another decode has, prefill asks for a lease of them (`leases`).
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from sglang_basin.engine import messages
 from sglang_basin.engine.metrics import fault, log, metrics
+from sglang_basin.lending.leases import Leases
 from sglang_basin.lending.pages import pack
+from sglang_basin.lending.ranks import ForRanks
+
+SESSION_BYTES = 128
+"""A Mooncake session, host and port, is shorter."""
 
 _lender: Any = None
 """This rank's `Lender`, once attached."""
@@ -20,13 +27,14 @@ _lender: Any = None
 class Lender:
     """One per rank of a decode instance. Ranks see the same tree, so they evict alike."""
 
-    def __init__(self, scheduler: Any, share: float) -> None:
-        """`share`: of the KV pool that finished calls may keep, 0 to 1."""
+    def __init__(self, scheduler: Any, share: float, sessions: tuple[str, ...] = ()) -> None:
+        """`share`: of the KV pool that finished calls may keep, 0 to 1. `sessions`: each rank's Mooncake session."""
         self._tree = scheduler.tree_cache
         self._allocator = scheduler.token_to_kv_pool_allocator
         self.cap_tokens = int(self._allocator.size * share)
         self.pages: dict[int, bytes] = {}  # room whose metadata is being sent -> its field
         self.buffers: bytes | None = None  # field of the registration message
+        self.leases = Leases(self._tree, self._allocator, sessions)
 
     @property
     def kept_tokens(self) -> int:
@@ -46,6 +54,19 @@ class Lender:
             self._tree.evict(EvictParams(num_tokens=over))
         metrics().lent_kept.set(self.kept_tokens)
 
+    def kept_of(self, request: Any) -> int:
+        """How many tokens of a finished call's prompt and answer have become lent: whole pages of what was computed,
+        which the last token is not."""
+        known = len(request.origin_input_ids) + len(request.output_ids) - 1
+        return min(known, self.cap_tokens) // self._allocator.page_size * self._allocator.page_size
+
+    def settle(self) -> None:
+        """Once a turn: leases whose time is over end, and what they kept counts as lent again."""
+        if self.leases:
+            self.leases.settle(time.monotonic())
+            if not self.leases:
+                self.trim()
+
 
 def attach(scheduler: Any, share: float) -> None:
     """Build this rank's lender, or say why there is none."""
@@ -56,7 +77,7 @@ def attach(scheduler: Any, share: float) -> None:
         log.warning("Basin's lending is off on this decode instance: %s", wrong)
         metrics().lending_up.set(0)
         return
-    _lender = Lender(scheduler, share)
+    _lender = Lender(scheduler, share, _sessions_of(scheduler))
     _lender.buffers = _buffers_field(scheduler.disagg_decode_prealloc_queue.kv_manager.kv_args)
     metrics().lending_up.set(1)
     log.info("Basin's lending is on: finished calls keep up to %d tokens", _lender.cap_tokens)
@@ -76,6 +97,58 @@ def _buffers_field(kv_args: Any) -> bytes | None:
     except (CudaError, OSError) as error:
         log.info("Basin: prefill reads what this decode lends by mooncake only, its memory cannot be mapped: %s", error)
         return None
+
+
+def _sessions_of(scheduler: Any) -> tuple[str, ...]:
+    """Each rank's Mooncake session, in the ranks' order. All ranks call this at the same time."""
+    import torch
+
+    own = scheduler.disagg_decode_prealloc_queue.kv_manager.get_session_id().encode()
+    group = scheduler.attn_tp_cpu_group
+    ranks = torch.distributed.get_world_size(group)
+    if ranks == 1:
+        return (own.decode(),)
+    mine = torch.tensor(list(own.ljust(SESSION_BYTES, b"\0")), dtype=torch.uint8)
+    everyones = [torch.empty_like(mine) for _ in range(ranks)]
+    torch.distributed.all_gather(everyones, mine, group=group)
+    return tuple(bytes(session.tolist()).rstrip(b"\0").decode() for session in everyones)
+
+
+def kept_tokens_of(request: Any) -> int:
+    """How much of a finished call's context is kept here; 0 where lending is off."""
+    return 0 if _lender is None else _lender.kept_of(request)
+
+
+def hear(told: ForRanks) -> None:
+    """A message from rank 0's gate: a prefill asks for a lease, or returns one."""
+    ask = told.message
+    if isinstance(ask, messages.Return):
+        if _lender is not None:
+            _lender.leases.end(told.peer, ask.room)
+    elif isinstance(ask, messages.Borrow):
+        from sglang_basin.engine import gate
+
+        gate.post(told.peer, _answer(told.peer, ask))  # goes out on rank 0 only
+
+
+def _answer(prefill: str, ask: messages.Borrow) -> messages.Lease:
+    try:
+        if _lender is not None:
+            return _lender.leases.grant(prefill, ask, time.monotonic())
+    except Exception:  # noqa: BLE001 - prefill computes the tokens
+        fault("lending", "could not lease a session's pages")
+    return messages.Lease(ask.room)
+
+
+def settle() -> None:
+    """Once a turn, on all ranks."""
+    if _lender is not None:
+        _lender.settle()
+
+
+def leased_tokens() -> int:
+    """Tokens that a prefill may be reading now."""
+    return 0 if _lender is None else _lender.leases.tokens
 
 
 def lendable_tokens() -> int:

@@ -17,7 +17,14 @@ def pack(pages: npt.NDArray[np.integer]) -> bytes:
 
 def unpack(frames: list[bytes]) -> Pages | None:
     """The pages in a metadata message, or None if it has none: from a decode that lends nothing, or damaged."""
-    if not frames or not frames[-1].startswith(MARK) or (len(frames[-1]) - len(MARK)) % 4:
+    if not frames or not frames[-1].startswith(MARK):
         return None
-    pages = np.frombuffer(frames[-1], dtype="<i4", offset=len(MARK)).astype(np.int64)
-    return pages if len(pages) and pages.min() >= 0 else None
+    return numbers(frames[-1][len(MARK) :])
+
+
+def numbers(raw: bytes) -> Pages | None:
+    """Page numbers of 4 bytes each, little-endian; None if they are none or damaged."""
+    if not raw or len(raw) % 4:
+        return None
+    pages = np.frombuffer(raw, dtype="<i4").astype(np.int64)
+    return pages if pages.min() >= 0 else None

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from sglang_basin.engine.metrics import fault, log, metrics
-from sglang_basin.lending import buffers, places
+from sglang_basin.lending import buffers, decode, places
 from sglang_basin.lending.calls import bootstrapped, decode_prefix, must_run_again
 from sglang_basin.lending.pages import unpack
+from sglang_basin.lending.ranks import ForRanks
 
 T = TypeVar("T")
 
@@ -39,13 +40,22 @@ def attach(scheduler: Any, patience_s: float, wanted: str = "auto") -> None:
         return
     from sglang.srt.runtime_context import get_parallel
 
+    from sglang_basin.engine import gate
     from sglang_basin.lending.borrower import Borrower
 
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     transport = _transport(_kv_manager(scheduler), pool.layer_num, wanted)
     overlap = not _runs_prefill_graphs(scheduler)
-    counted = get_parallel().attn_tp_rank == 0
-    _borrower = Borrower(scheduler, transport, patience_s=patience_s, overlap=overlap, counted=counted)
+    rank = get_parallel().attn_tp_rank
+    _borrower = Borrower(
+        scheduler,
+        transport,
+        patience_s=patience_s,
+        overlap=overlap,
+        counted=rank == 0,
+        rank=rank,
+        post=gate.post if rank == 0 else None,
+    )
     pool.register_layer_transfer_counter(_LayerGate(_borrower, pool.layer_transfer_counter))
     metrics().lending_up.set(1)
     log.info("Basin's lending is on: pulls %s", "layer by layer" if overlap else "whole parts")
@@ -166,6 +176,12 @@ def _or_off(act: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
+def hear(told: ForRanks) -> None:
+    """A message from rank 0's gate: a copy that another decode keeps, or its answer to a question."""
+    if _borrower is not None:
+        _or_off(lambda: _borrower.questions.hear(told), None)
+
+
 def settle(self: Any) -> None:
     """Before `PrefillBootstrapQueue.pop_bootstrapped`, once a turn."""
     if _borrower is not None:
@@ -242,7 +258,11 @@ def hold_abort_ack(original: Any, self: Any, room: int) -> None:
 
 
 def refuse_flush(original: Any, self: Any, *args: Any, **kwargs: Any) -> bool:
-    """Around `Scheduler.flush_cache`: not while slots are being written to; SGLang's own answer when it is not idle."""
+    """Around `Scheduler.flush_cache`: not while slots are being written to, nor while pages are leased (on decode);
+    SGLang's own answer when it is not idle."""
+    if leased := decode.leased_tokens():
+        log.warning("Cache not flushed: %d tokens are leased to a prefill", leased)
+        return False
     if _borrower is not None and not _or_off(_borrower.drain, True):
         log.warning("Cache not flushed: %d lent tokens are still on their way", _borrower.private_tokens)
         return False

@@ -15,10 +15,19 @@ from sglang_basin.engine.metrics import log
 
 class Pull:
     """Reads layers 0 to `layers` - 1 in order with `read`, which raises on failure; `finally_` runs in the reading
-    thread when the last read is through, however it ended."""
+    thread when the last read is through, however it ended. A layer that comes after `until_s` counts as failed: the
+    peer may have used its pages for something else by then."""
 
-    def __init__(self, layers: int, read: Callable[[int], None], finally_: Callable[[], None], name: str) -> None:
+    def __init__(
+        self,
+        layers: int,
+        read: Callable[[int], None],
+        finally_: Callable[[], None],
+        name: str,
+        until_s: float = float("inf"),
+    ) -> None:
         self.layers = layers
+        self._until_s = until_s
         self._read = read
         self._finally = finally_
         self._changed = threading.Condition()
@@ -78,6 +87,8 @@ class Pull:
                 if self._given_up:
                     break
                 self._read(layer)
+                if time.monotonic() >= self._until_s:
+                    raise TimeoutError("the lease of its pages is over")
                 with self._changed:
                     self._arrived = layer + 1
                     self.first_s = self.first_s or time.monotonic()

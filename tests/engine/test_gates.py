@@ -36,6 +36,8 @@ from sglang_basin.engine.metrics import metrics
 from sglang_basin.engine.prefill_gate import REMEMBER_FOR_S, PrefillGate
 from sglang_basin.engine.prompt_sessions import PromptSessions
 from sglang_basin.engine.rooms import DroppedRooms
+from sglang_basin.lending.copies import Copies
+from sglang_basin.lending.ranks import ForRanks, Kept
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.interface import EngineView
@@ -76,7 +78,9 @@ class Pair:
             budget=Budget(BudgetSettings(fixed_tokens=100), capacity_tokens=1),
         )
         by_prompt = PromptSessions(100, door.runs) if prefill_infers else None
-        self.prefill = PrefillGate(door, self.channel, self._answer("prefill"), by_prompt=by_prompt, clock=self.clock)
+        self.prefill = PrefillGate(
+            door, self.channel, self._answer("prefill"), by_prompt=by_prompt, copies=Copies(100), clock=self.clock
+        )
         self.decode = DecodeGate(
             DecodeEnd(),
             self._answer("decode"),
@@ -86,6 +90,7 @@ class Pair:
             max_sessions=100,
             finals=FinalAnswers(None, None),
             by_prompt=PromptSessions(100) if decode_asks else None,
+            kept=lambda request: getattr(request, "kept_tokens", 0),
             clock=self.clock,
         )
 
@@ -207,6 +212,59 @@ def test_decodes_report_of_the_last_calls_end_lets_the_next_session_in(pair: Pai
     pair.decode.left(SimpleNamespace(rid="d1", output_ids=[1, 2, 3]))
     prefill_out, decode_out = pair.until(lambda p, d: p and d)
     assert (rids(prefill_out), rids(decode_out)) == (["p2"], ["d2"])
+
+
+def test_all_ranks_hear_who_keeps_a_sessions_copy_until_it_ends(pair: Pair) -> None:
+    pair.enter("a", 1, 60)
+    left = SimpleNamespace(rid="d1", output_ids=[1], finished_reason=FINISH_LENGTH(1), kept_tokens=48)
+    pair.decode.left(left)
+    pair.until(lambda p, d: pair.prefill.door.session_of("1") is None)
+    told, request = pair.prefill.pass_on([pair.call("a", 2, side="p")])
+    assert (told.message, request.rid) == (Kept(2, 48), "p2")
+    holder = told.peer
+    assert rids(pair.prefill.pass_on([pair.call("other", 3, side="p")])) == ["p3"]
+    pair.clock.now_s += 30.0
+    assert rids(pair.prefill.pass_on([pair.call("a", 4, side="p")])) == ["p4"], "that decode has been silent"
+    pair.until(lambda p, d: pair.prefill._gates[holder] == 30.0, decode=[pair.call("b", 5)])
+    told, _ = pair.prefill.pass_on([pair.call("a", 6, side="p")])
+    assert told == ForRanks(holder, Kept(6, 48))
+    pair.prefill.pass_on([CloseSessionReqInput(session_id="a")])
+    assert len(pair.prefill._copies) == 0
+
+
+def test_a_lease_is_asked_granted_corrected_and_returned(pair: Pair) -> None:
+    pair.enter("a", 1, 60)
+    pair.decode.left(SimpleNamespace(rid="d1", output_ids=[1], finished_reason=FINISH_LENGTH(1), kept_tokens=48))
+    pair.until(lambda p, d: pair.prefill.door.session_of("1") is None)
+    told, _ = pair.prefill.pass_on([pair.call("a", 2, side="p")])
+    ask = messages.Borrow(2, bytes(messages.MAX_PROMPT_BYTES), 2.0, None, "salt")
+    assert pair.prefill.post(told.peer, ask)
+    _, decode_out = pair.until(lambda p, d: d)
+    (asked,) = decode_out
+    assert asked == ForRanks(next(iter(pair.decode._control.peers)), ask)
+    for lease, known in (
+        (messages.Lease(2, busy=True), 48),
+        (messages.Lease(2, 32, bytes(4 * messages.MAX_LEASED_PAGES), ("x" * 128,) * messages.MAX_RANKS), 32),
+        (messages.Lease(2), 0),
+    ):
+        assert pair.decode.post(asked.peer, lease)
+        prefill_out, _ = pair.until(lambda p, d: p)
+        assert prefill_out == [ForRanks(told.peer, lease)]
+        copy = pair.prefill._copies.longest("a", frozenset([told.peer]))
+        assert (0 if copy is None else copy.tokens) == known
+    assert pair.prefill.post(told.peer, messages.Return(2))
+    _, decode_out = pair.until(lambda p, d: d)
+    assert decode_out == [ForRanks(asked.peer, messages.Return(2))]
+
+
+def test_a_decode_that_is_gone_is_answered_for(pair: Pair) -> None:
+    pair.prefill._gates[b"gone"] = 0.0
+    pair.prefill._copies.note("a", b"gone", 48)
+    assert not pair.prefill.post(b"gone", messages.Borrow(7, b"", 2.0))
+    assert pair.prefill.pass_on([]) == [ForRanks(b"gone", messages.Lease(7))]
+    assert len(pair.prefill._copies) == 0
+    assert not pair.prefill.post(b"gone", messages.Return(7))
+    assert pair.prefill.pass_on([]) == []
 
 
 def test_a_call_held_too_long_is_answered_503_on_both_sides_and_its_room_is_dropped(pair: Pair) -> None:

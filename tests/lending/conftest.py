@@ -46,17 +46,22 @@ class Lending:
         return self.node.plan.of("decode")[0].url
 
 
+def spoiled_by(reads: Path) -> dict[str, str]:
+    """The environment of engines whose reads this file makes go wrong; see `faulty/sitecustomize`."""
+    reads.write_text("")
+    paths = [str(Path(__file__).parent / "faulty"), os.environ.get("PYTHONPATH", "")]
+    return {"BASIN_TEST_READS": str(reads), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 @pytest.fixture(scope="module")
 def lending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lending]:
     """Chunked prefill, page size 16."""
     reads = tmp_path_factory.mktemp("reads") / "how"
-    reads.write_text("")
-    paths = [str(Path(__file__).parent / "faulty"), os.environ.get("PYTHONPATH", "")]
     with lending_node(
         decode_tokens=DECODE_TOKENS,
         engine_arguments=("--chunked-prefill-size", "512"),
         config=BasinConfig(admission="off", lending="on", lending_patience_s=PATIENCE_S),
-        environment={"BASIN_TEST_READS": str(reads), "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        environment=spoiled_by(reads),
         logs=LOGS / "lending",
     ) as node:
         yield Lending(node, reads)

@@ -20,13 +20,17 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_basin.engine import messages
 from sglang_basin.lending.borrower import Borrower
 from sglang_basin.lending.decode import Lender
 from sglang_basin.lending.pages import pack, unpack
+from sglang_basin.lending.ranks import ForRanks, Kept
 from sglang_basin.lending.transport import Plan, TransferFailed
 
 LAYERS = 3
 PEER = "decode:1"
+ELSEWHERE = "decode:2"
+HOLDER, PREFILL = b"gate of decode 2", "tcp://prefill"
 
 
 class Instance:
@@ -108,12 +112,12 @@ class Instance:
 
 
 class Copies:
-    """A transport between two instances of this process: `hold` stops its reads, `failing` makes them fail."""
+    """A transport from decodes to a prefill of this process: `hold` stops its reads, `failing` makes them fail."""
 
-    def __init__(self, decode: Instance, prefill: Instance) -> None:
+    def __init__(self, decodes: dict[str, Instance], prefill: Instance) -> None:
         self.layers = LAYERS
         self.page_bytes = 2 * LAYERS * 2 * 4 * prefill.page
-        self.decode, self.prefill = decode, prefill
+        self.decodes, self.prefill = decodes, prefill
         self.failing = False
         self.read_pages = 0
         self.finished = 0
@@ -130,7 +134,7 @@ class Copies:
             self._changed.notify_all()
 
     def mismatch(self, peer: str) -> str | None:
-        return None if peer == PEER else "unknown"
+        return None if peer in self.decodes else "unknown"
 
     def finish(self, plan: Plan) -> None:
         self.finished += 1
@@ -150,7 +154,7 @@ class Copies:
         page = self.prefill.page
         for theirs, ours, pages in zip(plan.theirs, plan.ours, plan.pages, strict=True):
             for name in ("k_buffer", "v_buffer"):
-                source = getattr(self.decode.pool, name)[layer][theirs * page : (theirs + pages) * page]
+                source = getattr(self.decodes[plan.peer].pool, name)[layer][theirs * page : (theirs + pages) * page]
                 getattr(self.prefill.pool, name)[layer][ours * page : (ours + pages) * page] = source
         self.read_pages += plan.total_pages if layer == 0 else 0
 
@@ -184,7 +188,8 @@ class World:
     ) -> None:
         self.page = page
         self.prefill, self.decode = Instance(prefill_tokens, page, ranks), Instance(decode_tokens, page)
-        self.transport = Copies(self.decode, self.prefill)
+        self.elsewhere = Instance(decode_tokens, page)
+        self.transport = Copies({PEER: self.decode, ELSEWHERE: self.elsewhere}, self.prefill)
         self.manager = Manager()
         self.scheduler = SimpleNamespace(
             disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=self.manager),
@@ -193,14 +198,19 @@ class World:
             chunked_req=None,
         )
         self.now_s: float | None = None
+        self.posted: list[tuple[bytes, Any]] = []
         self.borrower = Borrower(
             self.scheduler,
             self.transport,
             patience_s=patience_s,
+            post=lambda holder, message: self.posted.append((holder, message)) or True,
             clock=lambda: time.monotonic() if self.now_s is None else self.now_s,
         )
-        self.lender = Lender(
-            SimpleNamespace(tree_cache=self.decode.tree, token_to_kv_pool_allocator=self.decode.allocator), share
+        self.lender, self.lender_elsewhere = (
+            Lender(
+                SimpleNamespace(tree_cache=decode.tree, token_to_kv_pool_allocator=decode.allocator), share, (session,)
+            )
+            for decode, session in ((self.decode, PEER), (self.elsewhere, ELSEWHERE))
         )
         self._rooms = itertools.count(1)
 
@@ -235,6 +245,25 @@ class World:
         self.manager.request_status[room] = KVPoll.WaitingForInput
         return req
 
+    def tell_copy(self, req: Any, tokens: int) -> None:
+        """Prefill's gate knows that the other decode keeps so much of the call's session."""
+        self.borrower.questions.hear(ForRanks(HOLDER, Kept(req.bootstrap_room, tokens)))
+
+    def deliver(self, *, answers: bool = True) -> list[Any]:
+        """Carry what prefill has posted to the other decode, and its answers back. Returns what was posted."""
+        posted, self.posted[:] = list(self.posted), []
+        leases = self.lender_elsewhere.leases
+        for holder, message in posted:
+            assert holder == HOLDER
+            heard = messages.decode_from_prefill(messages.encode(message))
+            if isinstance(heard, messages.Return):
+                leases.end(PREFILL, heard.room)
+                continue
+            lease = messages.decode_from_decode(messages.encode(leases.grant(PREFILL, heard, time.monotonic())))
+            if answers:
+                self.borrower.questions.hear(ForRanks(HOLDER, lease))
+        return [message for _, message in posted]
+
     def leave(self, req: Any) -> None:
         """The call has left decode, which may now use the pages for others."""
         self.decode.tree.unlock(req.decode_lock)
@@ -247,6 +276,7 @@ class World:
             time.sleep(0.001)
 
     def turn(self, req: Any) -> bool:
+        self.deliver()
         self.borrower.settle()
         return self.borrower.ready(req)
 

@@ -45,6 +45,9 @@ def play(rank: int, meeting: str, outcomes: Any) -> None:
             number = rng.randrange(len(contexts))
             ids = [*contexts[number], *(rng.randint(1, 50) for _ in range(rng.randint(1, 20)))][:200]
             req = world.arrive(ids)
+            if rng.random() < 0.3:
+                world.elsewhere.cache(contexts[number])
+                world.tell_copy(req, len(contexts[number]))
             turns = 0
             counted, cached = False, 0
             while not counted:
@@ -56,9 +59,11 @@ def play(rank: int, meeting: str, outcomes: Any) -> None:
             world.leave(req)
             world.decode.cache(ids)
             contexts[number] = ids if len(ids) < 180 else prompt(80, number)
-        while world.borrower.private_tokens:
+        while world.borrower.private_tokens or world.borrower.questions:
             world.borrower.settle()
+        world.deliver()
         world.check()
+        assert not world.lender_elsewhere.leases
         outcomes.put((rank, seen))
     except Exception:  # noqa: BLE001 - the parent shows it
         outcomes.put((rank, traceback.format_exc()))

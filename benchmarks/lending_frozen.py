@@ -3,17 +3,18 @@
     .venv/bin/python benchmarks/lending_frozen.py --signal STOP --rounds 3
     .venv/bin/python benchmarks/lending_frozen.py --signal KILL
 
-A real CPU node with two decodes. One of them, the victim, keeps copies of sessions whose next calls land on the other,
-so prefill asks it for leases and reads from it all the time. Beside that, calls of a session that has nothing to do
-with the victim are timed: before, beside the traffic, and from the signal on, while the traffic goes on. Prints, and
-writes as JSON, these times, and what a call took whose copy is on the victim when it got the signal. Exit code 1 if
-the slowest uninvolved call was slower by more than 0.2 s than beside sound traffic, if an involved one took longer than
-the patience and twice its time before, if any call failed, or if Basin counted a fault.
+A real CPU node with two decodes. One of them, the victim, keeps copies of sessions: prefill reads from it for calls
+that land there too, and asks it for leases for calls that land on the other one. Beside that, calls of a session that
+has nothing to do with the victim are timed: alone, beside that traffic, and from the signal on, while calls still come
+whose copy is on the victim. Prints, and writes as JSON, these times. Exit code 1 if the slowest uninvolved call took
+over 0.2 s longer than beside sound traffic, if a call on the other decode whose copy is on the victim took longer than
+the patience and twice the longest time before, if a call on the other decode failed, or if Basin counted a fault.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -22,7 +23,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from lending_sessions import call, counter, lending_node, outcomes, pins
 from sglang_basin.config import BasinConfig
 from sglang_basin.node import Node
 
-TIMED_CALLS = 40
+TIMED_CALLS = 60
 CONTEXT_TOKENS = 1_200
 MAY_LOSE_S = 0.2
 
@@ -60,50 +61,69 @@ def uninvolved(node: Node, pin: str, seed: object) -> list[float]:
 
 
 class Traffic:
-    """Sessions that evict each other on prefill, with a first call on the victim and a second one on the other."""
+    """Sessions that evict each other on prefill and whose copies the victim keeps. One thread makes calls that stay on
+    the victim; another has sessions whose second call lands on the other decode, four of them under way."""
 
     def __init__(self, node: Node, victim: str, other: str, seed: object) -> None:
         self._node, self._victim, self._other, self._seed = node, victim, other, seed
         self._over = threading.Event()
-        self._alive = threading.Event()
-        self._alive.set()
+        self._first = threading.Lock()  # held during a first call
         self.second_s: list[tuple[float, float]] = []
         """Of each second call: when it began, and what it took, in seconds."""
         self.failed: list[str] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        """What second calls failed with."""
+        self._leaving = threading.Thread(target=self._leave, daemon=True)
+        self._leaving.start()
+        threading.Thread(target=self._stay, daemon=True).start()
 
-    def the_victim_is_gone(self) -> None:
-        """No first calls any more; the second ones go on, to the sessions that there are."""
-        self._alive.clear()
+    @contextlib.contextmanager
+    def without_first_calls(self) -> Iterator[None]:
+        """In the block no call is under way that a signal to the victim would keep from ever ending, but the ones that
+        stay there."""
+        with self._first:
+            yield
 
     def end(self) -> None:
         self._over.set()
-        self._thread.join(60)
+        self._leaving.join(60)
 
-    def _run(self) -> None:
+    def _stay(self) -> None:
+        turn = 0
+        while not self._over.is_set():
+            turn += 1
+            name = f"stays-{self._seed}-{turn % 3}"
+            body = {"input_ids": ids(CONTEXT_TOKENS, name) + ids(20, turn), "session_id": name}
+            body["sampling_params"] = {"max_new_tokens": 2, "temperature": 0}
+            try:
+                requests.post(
+                    self._node.url + "/generate", json=body, headers={"x-basin-session-id": self._victim}, timeout=10
+                )
+            except requests.RequestException:
+                return  # the victim has had its signal
+
+    def _leave(self) -> None:
         turn = 0
         waiting: list[str] = []
         while not self._over.is_set():
-            if self._alive.is_set() and len(waiting) < 4:
+            if len(waiting) < 4 and self._first.acquire(blocking=False):
                 turn += 1
-                name = f"traffic-{self._seed}-{turn}"
-                self._call(ids(CONTEXT_TOKENS, name), name, self._victim)
+                name = f"leaves-{self._seed}-{turn}"
+                try:
+                    call(self._node.url, ids(CONTEXT_TOKENS, name), 2, session=name, pin=self._victim)
+                finally:
+                    self._first.release()
                 waiting.append(name)
             elif waiting:
                 name = waiting.pop(0)
                 start = time.perf_counter()
-                self._call(ids(CONTEXT_TOKENS, name) + ids(20, "more"), name, self._other)
+                try:
+                    prompt = ids(CONTEXT_TOKENS, name) + ids(20, "more")
+                    call(self._node.url, prompt, 2, session=name, pin=self._other)
+                except requests.RequestException as error:
+                    self.failed.append(repr(error)[:200])
                 self.second_s.append((start, time.perf_counter() - start))
             else:
-                return
-
-    def _call(self, prompt: list[int], name: str, pin: str) -> None:
-        try:
-            call(self._node.url, prompt, 2, session=name, pin=pin)
-        except requests.RequestException as error:
-            if pin == self._other or self._alive.is_set():
-                self.failed.append(repr(error)[:200])
+                self._over.wait(0.05)
 
 
 def play(node: Node, number: int, name: str) -> dict[str, Any]:
@@ -114,18 +134,18 @@ def play(node: Node, number: int, name: str) -> dict[str, Any]:
     traffic = Traffic(node, victim, other, number)
     time.sleep(2.0)
     beside = uninvolved(node, other, f"beside-{number}")
-    traffic.the_victim_is_gone()
     hit = processes(node, "decode-0")
-    signalled_s = time.perf_counter()
-    for process in hit:
-        os.kill(process.pid, getattr(signal, f"SIG{name}"))
-    try:
-        after = uninvolved(node, other, f"after-{number}")
-        traffic.end()
-    finally:
-        if name == "STOP":
-            for process in hit:
-                os.kill(process.pid, signal.SIGCONT)
+    with traffic.without_first_calls():
+        signalled_s = time.perf_counter()
+        for process in hit:
+            os.kill(process.pid, getattr(signal, f"SIG{name}"))
+        try:
+            after = uninvolved(node, other, f"after-{number}")
+            traffic.end()
+        finally:
+            if name == "STOP":
+                for process in hit:
+                    os.kill(process.pid, signal.SIGCONT)
     before_s = [took_s for start_s, took_s in traffic.second_s if start_s + took_s < signalled_s]
     during_s = [took_s for start_s, took_s in traffic.second_s if start_s + took_s >= signalled_s]
     time.sleep(1.5)

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.stack
 
 PAGE = 16
 PATIENCE_S = 2.0
+FULL = 0.2
+"""Part of a decode's pool in use by running calls from which on the router spares it; in service it is 0.95."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
         engine_arguments=("--chunked-prefill-size", "512"),
         config=BasinConfig(admission="off", lending="on", lending_patience_s=PATIENCE_S),
         environment=spoiled_by(reads),
+        router_arguments=("--worker-overload-token-usage", str(FULL)),
         logs=LOGS / "lending-two",
     ) as node:
         yield Two(node, pins(node), reads)
@@ -149,6 +152,44 @@ def test_random_sessions_that_nobody_pins_answer_as_they_would_cold(sound: Two) 
     assert [turn for turn in turns if not turn.equal] == []
     assert outcomes(sound.prefill_url).get("leased", 0) > 0
     assert outcomes(sound.prefill_url).get("failed", 0) == 0
+
+
+def occupy(two: Two, number: int, over: threading.Event) -> None:
+    """A call that runs on the first decode until `over`, or for thousands of tokens."""
+    body = {
+        "input_ids": ids(1_400, f"long-{number}"),
+        "session_id": f"long-{number}",
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 8_000, "temperature": 0, "ignore_eos": True},
+    }
+    headers = {"x-basin-session-id": two.pins[0]}
+    with requests.post(two.node.url + "/generate", json=body, headers=headers, stream=True, timeout=60) as answer:
+        for _ in answer.iter_lines():
+            if over.is_set():
+                return
+
+
+def test_a_full_decode_is_spared_and_its_sessions_take_their_kv_along(sound: Two) -> None:
+    context = sound.kept_by(0, "spared")
+    over = threading.Event()
+    calls = [threading.Thread(target=occupy, args=(sound, number, over)) for number in range(7)]
+
+    def lands_on(pin: str) -> str:
+        return call(sound.node.url, [3, 5, 7], 1, pin=pin).decode
+
+    for long in calls:
+        long.start()
+    try:
+        until(lambda: lands_on(sound.pins[0]) == sound.decode_urls[1], "the router spares the full decode", 60)
+        leased = outcomes(sound.prefill_url).get("leased", 0)
+        answer = call(sound.node.url, [*context, 5], 4, session="spared", pin=sound.pins[0])
+        assert answer.decode == sound.decode_urls[1]
+        until(lambda: outcomes(sound.prefill_url).get("leased", 0) == leased + 1, "its KV came from the full decode")
+    finally:
+        over.set()
+        for long in calls:
+            long.join(60)
+    until(lambda: lands_on(sound.pins[0]) == sound.decode_urls[0], "it is used again", 60)
 
 
 @pytest.fixture

@@ -7,12 +7,13 @@ import random
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from pools import World
 
-from sglang_basin.lending import breaker
+from sglang_basin.lending import breaker, decode
 from sglang_basin.lending.calls import bootstrapped
 from sglang_basin.lending.transport import Plan
 
@@ -25,11 +26,20 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return [rng.randint(1, 50) for _ in range(tokens)]
 
 
+def sessions_of(rank: int) -> tuple[str, ...]:
+    """What a decode's ranks tell each other about where they can be read."""
+    manager = SimpleNamespace(get_session_id=lambda: f"10.0.0.{rank}:17")
+    queue = SimpleNamespace(kv_manager=manager)
+    group = torch.distributed.group.WORLD
+    return decode._sessions_of(SimpleNamespace(disagg_decode_prealloc_queue=queue, attn_tp_cpu_group=group))
+
+
 def play(rank: int, meeting: str, outcomes: Any) -> None:
     """One rank's process: sessions over a small pool, with reads that are slow or fail on this rank alone."""
     try:
         breaker.FIRST_PAUSE_S = 0.0  # a peer that failed is tried again at once
         torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+        assert sessions_of(rank) == ("10.0.0.0:17", "10.0.0.1:17")
         world = World(16, patience_s=0.1, ranks=torch.distributed.group.WORLD)
         original, own = world.transport.read, random.Random(rank)
 

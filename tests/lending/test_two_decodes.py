@@ -170,13 +170,13 @@ def occupy(two: Two, number: int, over: threading.Event) -> None:
 
 
 def test_a_full_decode_is_spared_and_its_sessions_take_their_kv_along(sound: Two) -> None:
-    context = sound.kept_by(0, "spared")
-    over = threading.Event()
-    calls = [threading.Thread(target=occupy, args=(sound, number, over)) for number in range(7)]
-
     def lands_on(pin: str) -> str:
         return call(sound.node.url, [3, 5, 7], 1, pin=pin).decode
 
+    until(lambda: lands_on(sound.pins[0]) == sound.decode_urls[0], "it is not full from the tests before", 60)
+    context = sound.kept_by(0, "spared")
+    over = threading.Event()
+    calls = [threading.Thread(target=occupy, args=(sound, number, over)) for number in range(7)]
     for long in calls:
         long.start()
     try:

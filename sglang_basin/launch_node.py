@@ -22,7 +22,7 @@ from pathlib import Path
 from sglang_basin.config import BasinConfig, ConfigError, flag_parser, split_flags
 from sglang_basin.launch_server import refuse_other_version
 from sglang_basin.node import ChildDied, Node, NodeOptions, NotReady, Plan, PortError, Ports, make_plan
-from sglang_basin.node.plan import ROUTER_ARGUMENTS
+from sglang_basin.node.plan import ROUTER_ARGUMENTS, SPARE_DECODE_AT
 from sglang_basin.platforms.profiles import PROFILES
 
 _COLOURS = ("36", "33", "35", "32", "34", "31")  # ANSI: cyan, yellow, magenta, green, blue, red
@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
                 prefill_arguments=_words("--prefill-args", known.prefill_args),
                 decode_arguments=_words("--decode-args", known.decode_args),
                 router_arguments=_words("--router-args", known.router_args),
+                spare_decode_at=known.spare_decode_at,
                 host=known.host,
                 port=known.port,
                 cores=known.cores,
@@ -192,6 +193,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefill-args", default="", metavar='"…"', help="SGLang flags for prefill engines only")
     add("--decode-args", default="", metavar='"…"', help="SGLang flags for decode engines only")
     add("--router-args", default="", metavar='"…"', help="smg flags, after the ones listed below")
+    add(
+        "--spare-decode-at",
+        type=float,
+        default=SPARE_DECODE_AT,
+        metavar="PART",
+        help="of a decode's KV pool in use by running calls, from which on its sessions' calls go to another decode "
+        f"that has room; 0 is never, as in stock SGLang (default: {SPARE_DECODE_AT})",
+    )
     add("--gpus", metavar="0,1,…", help="GPUs in order, tp-size for each engine; one named twice is shared")
     add(
         "--cores",

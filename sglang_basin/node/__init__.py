@@ -20,7 +20,7 @@ from typing import Any
 
 from sglang_basin.config import ENVIRONMENT_VARIABLE
 from sglang_basin.node import health
-from sglang_basin.node.plan import NodeOptions, Plan, PlanError, Process, make_plan
+from sglang_basin.node.plan import NodeOptions, Plan, PlanError, Process, make_plan, spec_of_spared
 from sglang_basin.node.ports import PortError, Ports
 from sglang_basin.node.process import Child, Echo
 
@@ -39,6 +39,7 @@ __all__ = [
 
 POLL_S = 0.25
 PROGRESS_EVERY_S = 10.0
+SPARE_TIMEOUT_S = 15.0
 
 Progress = Callable[[float, str], None]
 """Called with the seconds since the start and a line on how far the node has come."""
@@ -216,11 +217,31 @@ class Node:
         while missing:
             self._sleep(f"the router has not registered {', '.join(sorted(missing))}")
             missing = engines - {url for url, healthy in health.registered_workers(self.url).items() if healthy}
+        if self.plan.spare_decode_at is not None:
+            self._spare_full_decodes(self.plan.spare_decode_at)
         self._say("the router knows every engine; sending a first request")
         wrong = health.generate_one_token(self.url)
         while wrong is not None:
             self._sleep(f"the router does not route yet: {wrong}")
             wrong = health.generate_one_token(self.url)
+
+    def _spare_full_decodes(self, at: float) -> None:
+        """Tell the router from when on a decode is full. Where it does not take that, it stays as it is: calls then
+        wait for the decode that their session is pinned to."""
+        urls = {engine.url for engine in self.plan.of("decode")}
+        known = health.workers(self.url)
+        wrong = [
+            health.replace_worker(self.url, str(known.get(url, {}).get("id")), spec_of_spared(url, at))
+            for url in sorted(urls)
+        ]
+        give_up_s = time.monotonic() + SPARE_TIMEOUT_S
+        told: set[str] = set()
+        while not any(wrong) and told < urls and time.monotonic() < give_up_s:
+            self._sleep("the router has not taken when a decode is full")
+            told = {url for url, worker in health.workers(self.url).items() if worker.get("overload")}
+        if not told >= urls:
+            why = next(filter(None, wrong), f"{', '.join(sorted(urls - told))} unchanged after {SPARE_TIMEOUT_S:g} s")
+            self._say(f"the router will not spare a full decode: {why}")
 
     def _say(self, line: str) -> float:
         now = time.monotonic()

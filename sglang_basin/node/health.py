@@ -22,11 +22,27 @@ def registered_workers(url: str, timeout_s: float = 2.0) -> dict[str, bool]:
 
     Its own `/health` turns green some seconds before its workers are registered, so it says nothing.
     """
+    return {name: bool(worker.get("is_healthy")) for name, worker in workers(url, timeout_s).items()}
+
+
+def workers(url: str, timeout_s: float = 2.0) -> dict[str, dict[str, Any]]:
+    """What the router says about its workers, by URL; empty while it does not answer."""
     try:
         answer = json.loads(_get(f"{url}/workers", timeout_s) or "{}")
-        return {worker["url"]: bool(worker.get("is_healthy")) for worker in answer.get("workers", [])}
+        return {worker["url"]: dict(worker) for worker in answer.get("workers", [])}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
+
+
+def replace_worker(url: str, worker_id: str, spec: Mapping[str, Any], timeout_s: float = 5.0) -> str | None:
+    """Have the router register a worker anew; None when it will, else what came back instead."""
+    try:
+        _send("PUT", f"{url}/workers/{worker_id}", spec, timeout_s)
+    except urllib.error.HTTPError as error:
+        return f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def generate_one_token(url: str, timeout_s: float = 60.0) -> str | None:
@@ -43,7 +59,12 @@ def generate_one_token(url: str, timeout_s: float = 60.0) -> str | None:
 
 def post(url: str, body: Mapping[str, Any], timeout_s: float) -> bytes:
     """POST JSON. Raises urllib.error.HTTPError or OSError."""
-    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+    return _send("POST", url, body, timeout_s)
+
+
+def _send(method: str, url: str, body: Mapping[str, Any], timeout_s: float) -> bytes:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers, method=method)
     with _DIRECT.open(request, timeout=timeout_s) as answer:
         return answer.read()
 

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from sglang_basin.config import OPTIONS, BasinConfig, ConfigError
 from sglang_basin.engine.flags import values_of
@@ -30,7 +31,7 @@ ROUTER_ARGUMENTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--routing-key-headers", *ROUTING_KEY_HEADERS), "what names the session; calls without one are spread at random"),
     (("--disable-retries",), "a replayed call multiplies load exactly when it hurts"),
     (("--disable-circuit-breaker",), "ten 503s of the door would otherwise close the whole node for a minute"),
-    (("--disable-worker-overload-protection",), "a full prefill would lose all sessions their decode, and so their KV"),
+    (("--disable-worker-overload-protection",), "it is for decodes alone, see --spare-decode-at"),
     (("--worker-wedge-secs", "3600"), "a decode whose calls wait at the door is not stuck"),
     (("--health-check-timeout-secs", "30"), "a busy engine answers late; it is not gone"),
     (("--worker-startup-check-interval", "1"), "engines are up before the router: register them at once"),
@@ -58,6 +59,10 @@ _SIZES = {
 }
 
 
+SPARE_DECODE_AT = 0.95
+"""Behind this a decode begins to make calls wait and to take memory back from running ones."""
+
+
 class PlanError(ConfigError):
     """Options that make no node: the message names the option and the mend."""
 
@@ -72,7 +77,9 @@ class NodeOptions:
     """What the user asked for. `config` None means stock SGLang; `port` 0 lets the node choose.
 
     `cores` is "auto", "none", "PREFILL;DECODE" or one list per engine, as `taskset -c` writes lists. `gpus` are the
-    devices to use in order (CUDA platform only); naming one twice lets two engines share it.
+    devices to use in order (CUDA platform only); naming one twice lets two engines share it. `spare_decode_at` is the
+    part of a decode's KV pool in use by running calls from which on its sessions' calls go to another decode that has
+    room; 0 is never, and so is stock SGLang.
     """
 
     model_path: str
@@ -84,6 +91,7 @@ class NodeOptions:
     prefill_arguments: tuple[str, ...] = ()
     decode_arguments: tuple[str, ...] = ()
     router_arguments: tuple[str, ...] = ()
+    spare_decode_at: float = SPARE_DECODE_AT
     environment: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = 30000
@@ -116,11 +124,13 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A whole node: engines, then the router in front of them, at `url`."""
+    """A whole node: engines, then the router in front of them, at `url`. `spare_decode_at` as in `NodeOptions`; None
+    where there is nothing to set."""
 
     engines: tuple[Process, ...]
     router: Process
     host: str
+    spare_decode_at: float | None = None
 
     @property
     def url(self) -> str:
@@ -134,8 +144,13 @@ class Plan:
         return tuple(process for process in self.processes if process.role == role)
 
     def shell(self) -> str:
-        """Every command with its environment, in starting order."""
-        return "\n".join(f"# {process.name}: {process.url}\n{process.shell()}" for process in self.processes)
+        """Every command with its environment, in starting order; then what the router is told once it runs."""
+        lines = [f"# {process.name}: {process.url}\n{process.shell()}" for process in self.processes]
+        if self.spare_decode_at is not None:
+            body = json.dumps(spec_of_spared("DECODE_URL", self.spare_decode_at))
+            put = f"curl -X PUT {self.url}/workers/ID -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+            lines.append(f"# then, for each decode in the router's /workers:\n# {put}")
+        return "\n".join(lines)
 
 
 def make_plan(options: NodeOptions, ports: PortSource, available_cores: Sequence[int]) -> Plan:
@@ -149,7 +164,16 @@ def make_plan(options: NodeOptions, ports: PortSource, available_cores: Sequence
     for index, role in enumerate(roles):
         name = f"{role}-{roles[:index].count(role)}"
         engines.append(_engine(options, name, role, ports, cores[index], gpus[index]))
-    return Plan(engines=tuple(engines), router=_router(options, engines, router_port, ports), host=options.host)
+    router = _router(options, engines, router_port, ports)
+    spares = options.config is not None and options.decode > 1 and options.spare_decode_at > 0
+    at = options.spare_decode_at if spares else None
+    return Plan(engines=tuple(engines), router=router, host=options.host, spare_decode_at=at)
+
+
+def spec_of_spared(url: str, at: float) -> dict[str, Any]:
+    """The worker as the router's PUT /workers/{id} wants it. smg has the threshold as a flag too, but then it holds for
+    prefill as well, and with every prefill over it smg forgets which decode a session is pinned to (seen, 1.13.0)."""
+    return {"url": url, "worker_type": "decode", "overload": {"token_usage": at}}
 
 
 def basin_flags(config: BasinConfig) -> list[str]:
@@ -179,6 +203,8 @@ def _check(options: NodeOptions) -> None:
     for name, count in (("--prefill", options.prefill), ("--decode", options.decode)):
         if not 1 <= count <= 64:
             raise PlanError(f"{name} {count}: must be between 1 and 64")
+    if not 0 <= options.spare_decode_at <= 1:
+        raise PlanError(f"--spare-decode-at {options.spare_decode_at:g}: must be between 0 (never) and 1")
     given = {
         "SGLang flags": options.engine_arguments,
         "--prefill-args": options.prefill_arguments,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from typing import Any
 
 import pytest
 from launching import run_module
 
 from sglang_basin.config import BasinConfig, split_flags
-from sglang_basin.node.plan import NodeOptions, PlanError, basin_flags, engine_host, make_plan, url_of
+from sglang_basin.node.plan import NodeOptions, Plan, PlanError, basin_flags, engine_host, make_plan, url_of
 
 
 class Counting:
@@ -35,6 +36,24 @@ def plan_of(**options):
 
 def value(command: tuple[str, ...], flag: str) -> str:
     return command[command.index(flag) + 1]
+
+
+def test_a_full_decode_is_spared_where_another_one_can_be_taken() -> None:
+    def plan(**options: Any) -> Plan:
+        return make_plan(NodeOptions(model_path="m", **options), Counting(), [0, 1])
+
+    assert plan(decode=2, config=BasinConfig()).spare_decode_at == 0.95
+    assert plan(decode=2, config=BasinConfig(), spare_decode_at=0.5).spare_decode_at == 0.5
+    assert "-X PUT" in plan(decode=2, config=BasinConfig()).shell()
+    for nothing in (
+        plan(config=BasinConfig()),
+        plan(decode=2),
+        plan(decode=2, config=BasinConfig(), spare_decode_at=0.0),
+    ):
+        assert nothing.spare_decode_at is None
+        assert "-X PUT" not in nothing.shell()
+    with pytest.raises(PlanError, match=r"--spare-decode-at 1\.5: must be between 0"):
+        plan(decode=2, spare_decode_at=1.5)
 
 
 def test_engines_and_router_fit_together() -> None:

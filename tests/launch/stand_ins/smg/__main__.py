@@ -3,6 +3,7 @@
 import http.server
 import json
 import sys
+from typing import ClassVar
 
 
 def values(flag: str) -> list[str]:
@@ -17,9 +18,19 @@ class Router(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    overload: ClassVar[dict[str, object]] = {}
+
     def do_GET(self) -> None:
         urls = values("--prefill") + values("--decode")
-        self.answer({"workers": [{"url": url, "is_healthy": True} for url in urls]})
+        workers = [{"id": url[-5:], "url": url, "is_healthy": True} for url in urls]
+        for worker in workers:
+            worker |= {"overload": self.overload[worker["id"]]} if worker["id"] in self.overload else {}
+        self.answer({"workers": workers})
+
+    def do_PUT(self) -> None:
+        spec = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.overload[self.path.rpartition("/")[2]] = spec["overload"]
+        self.answer({"status": "accepted"})
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))

@@ -1,15 +1,20 @@
-"""Sessions whose calls land on another decode than the one that keeps their copy: the real engines, one prefill with a
-small pool, two decodes, the router."""
+"""Sessions whose calls land on another decode than the one that keeps their copy, and what a decode that stops or dies
+costs: the real engines, one prefill with a small pool, two decodes, the router."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
+import requests
 from conftest import DECODE_TOKENS, spoiled_by
 from lending_sessions import MODEL, Answer, call, counter, lending_node, outcomes, pins, play
 from stack import LOGS
@@ -21,6 +26,8 @@ pytestmark = pytest.mark.stack
 
 PAGE = 16
 PATIENCE_S = 2.0
+FULL = 0.2
+"""Part of a decode's pool in use by running calls from which on the router spares it; in service it is 0.95."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,10 @@ class Two:
     def leases(self) -> dict[str, int]:
         return outcomes(self.prefill_url, "basin_leases_total", "answer")
 
+    def processes(self, decode: int) -> list[psutil.Process]:
+        root = psutil.Process(self.node.child(f"decode-{decode}").pid)
+        return [root, *root.children(recursive=True)]
+
 
 def ids(tokens: int, seed: object) -> list[int]:
     rng = random.Random(str(seed))
@@ -93,6 +104,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
         engine_arguments=("--chunked-prefill-size", "512"),
         config=BasinConfig(admission="off", lending="on", lending_patience_s=PATIENCE_S),
         environment=spoiled_by(reads),
+        spare_decode_at=FULL,
         logs=LOGS / "lending-two",
     ) as node:
         yield Two(node, pins(node), reads)
@@ -140,3 +152,115 @@ def test_random_sessions_that_nobody_pins_answer_as_they_would_cold(sound: Two) 
     assert [turn for turn in turns if not turn.equal] == []
     assert outcomes(sound.prefill_url).get("leased", 0) > 0
     assert outcomes(sound.prefill_url).get("failed", 0) == 0
+
+
+def occupy(two: Two, number: int, over: threading.Event) -> None:
+    """A call that runs on the first decode until `over`, or for thousands of tokens."""
+    body = {
+        "input_ids": ids(1_400, f"long-{number}"),
+        "session_id": f"long-{number}",
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 8_000, "temperature": 0, "ignore_eos": True},
+    }
+    headers = {"x-basin-session-id": two.pins[0]}
+    with requests.post(two.node.url + "/generate", json=body, headers=headers, stream=True, timeout=60) as answer:
+        for _ in answer.iter_lines():
+            if over.is_set():
+                return
+
+
+def test_a_full_decode_is_spared_and_its_sessions_take_their_kv_along(sound: Two) -> None:
+    def lands_on(pin: str) -> str:
+        return call(sound.node.url, [3, 5, 7], 1, pin=pin).decode
+
+    until(lambda: lands_on(sound.pins[0]) == sound.decode_urls[0], "it is not full from the tests before", 60)
+    context = sound.kept_by(0, "spared")
+    over = threading.Event()
+    calls = [threading.Thread(target=occupy, args=(sound, number, over)) for number in range(7)]
+    for long in calls:
+        long.start()
+    try:
+        until(lambda: lands_on(sound.pins[0]) == sound.decode_urls[1], "the router spares the full decode", 60)
+        leased = outcomes(sound.prefill_url).get("leased", 0)
+        answer = call(sound.node.url, [*context, 5], 4, session="spared", pin=sound.pins[0])
+        assert answer.decode == sound.decode_urls[1]
+        until(lambda: outcomes(sound.prefill_url).get("leased", 0) == leased + 1, "its KV came from the full decode")
+    finally:
+        over.set()
+        for long in calls:
+            long.join(60)
+    until(lambda: lands_on(sound.pins[0]) == sound.decode_urls[0], "it is used again", 60)
+
+
+@pytest.fixture
+def stopping(sound: Two) -> Iterator[list[psutil.Process]]:
+    """The first decode's processes; if a test stops them, they go on after it."""
+    tree = sound.processes(0)
+    yield tree
+    for process in tree:
+        process.send_signal(signal.SIGCONT)
+
+
+def recovered(two: Two) -> bool:
+    """Whether the first decode is asked and read again: the breakers try it now and then."""
+    name = f"recovery-{time.monotonic()}"
+    context = two.kept_by(0, name, 600)
+    before = outcomes(two.prefill_url).get("leased", 0)
+    two.call([*context, 5], 1, name, decode=1)
+    time.sleep(1.0)
+    return outcomes(two.prefill_url).get("leased", 0) > before
+
+
+@pytest.mark.parametrize("when", ["before it is asked", "while it is read"])
+def test_a_holder_that_stops_is_done_without(sound: Two, stopping: list[psutil.Process], when: str) -> None:
+    """The call is computed and answered, and so are others meanwhile; the holder is asked again when it goes on."""
+    name = f"stopped {when}"
+    context = sound.kept_by(0, name)
+    prompt = [*context, 9]
+    wanted = sound.cold(prompt, 4)
+    found: list[Answer] = []
+    own = threading.Thread(target=lambda: found.append(sound.call(prompt, 4, name, decode=1)))
+    if when == "while it is read":
+        sound.reads.write_text("stall 0")
+        own.start()
+        time.sleep(0.5)
+    for process in stopping:
+        process.send_signal(signal.SIGSTOP)
+    sound.reads.write_text("")
+    if when == "before it is asked":
+        own.start()
+    for number in range(5):
+        assert len(sound.call(ids(300, "other") + ids(20, number), 4, "other", decode=1).ids) == 4
+    own.join(60)
+    assert [answer.ids for answer in found] == [wanted]
+    for process in stopping:
+        process.send_signal(signal.SIGCONT)
+    until(lambda: recovered(sound), "the decode is asked again", 90)
+
+
+def test_nothing_is_left_behind(sound: Two) -> None:
+    """No slot, no transfer, no lease; SGLang looks for leaks itself when it is idle."""
+    for url in sound.decode_urls:
+        until(lambda url=url: counter(url, "basin_leased_tokens") == 0, "no lease is left")
+    until(lambda: counter(sound.prefill_url, "basin_rooms") == 0, "no transfer is left on prefill")
+    time.sleep(1.5)
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        log = (LOGS / "lending-two" / f"{name}.log").read_text()
+        assert "leak" not in log
+        assert "Traceback" not in log
+    for url in (sound.prefill_url, *sound.decode_urls):
+        flushed = requests.post(url + "/flush_cache", timeout=20)
+        assert flushed.ok, flushed.text
+
+
+def test_a_holder_that_is_killed_is_done_without(sound: Two) -> None:
+    """The last test: the node is not whole after it."""
+    context = sound.kept_by(0, "killed")
+    prompt = [*context, 9]
+    wanted = sound.cold(prompt, 4)
+    for process in sound.processes(0):
+        os.kill(process.pid, signal.SIGKILL)
+    answer = sound.call(prompt, 4, "killed", decode=1)
+    assert answer.ids == wanted
+    again = sound.call([*prompt, *answer.ids, 5], 4, "killed", decode=1)
+    assert again.cached_tokens >= known_tokens(prompt)

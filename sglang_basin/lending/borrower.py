@@ -325,11 +325,11 @@ class Borrower:
         limit = min(kept_tokens, req._compute_max_prefix_len(len(req.origin_input_ids)), MAX_PROMPT_BYTES // 4)
         _, match = self._cached(req, end := limit // self._page * self._page)
         have = match.device_prefix_len + match.host_hit_length
-        if end <= max(own_end, have):
-            return False
+        session = self.questions.holder(holder).session
+        if end <= max(own_end, have) or session in self._own_sessions(req.bootstrap_room):
+            return False  # its own decode has offered what it has: the prompt has left the copy there
         if not self._agree([self.questions.may_ask(req, holder, self._clock())])[0]:
             return False
-        session = self.questions.holder(holder).session
         if session is not None and self._refused(session, end - have):
             return False
         chance.asked_s = self._clock()
@@ -377,6 +377,10 @@ class Borrower:
         limit = min(question.tokens, req._compute_max_prefix_len(len(req.origin_input_ids)))
         end = min(limit // self._page, len(question.pages)) * self._page
         return _Offer(question.session, question.pages, end, question)
+
+    def _own_sessions(self, room: int) -> set[str]:
+        """Where the decode that has the call can be read."""
+        return {info.mooncake_session_id for info in list(self.kv_manager.transfer_infos.get(room, {}).values())}
 
     def _offer(self, req: Any) -> tuple[_Offer | None, str | None]:
         """What decode lends for this call, or why this rank cannot take it."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pools import ELSEWHERE, HOLDER, PREFILL, World
+from pools import ELSEWHERE, HOLDER, PEER, PREFILL, World
 
 from sglang_basin.engine import messages
 from sglang_basin.engine.metrics import counts, metrics
@@ -132,6 +132,27 @@ def test_another_prompt_of_the_session_gets_what_is_the_same() -> None:
     world.bootstrap(req)
     assert world.compute(req) == (True, 96)
     finish(world)
+
+
+def test_the_own_decode_is_asked_no_more_once_it_is_known_to_be_the_holder() -> None:
+    """Seen on the stack: prompts that leave their session's last context asked their own decode at every call."""
+    world = World(16)
+    world.decode.cache(prompt(200))
+    for room, asked in ((1, 1), (2, 0)):
+        world.prefill.forget()
+        req = world.arrive([*prompt(200)[:100], 99, *prompt(80, 3)])
+        world.tell_copy(req, 180)
+        world.borrower.ready(req)
+        assert len(world.posted) == asked
+        world.posted.clear()
+        if asked:
+            lease = messages.Lease(room, 96, np.arange(1, 7, dtype="<i4").tobytes(), (PEER,))
+            world.borrower.questions.hear(ForRanks(HOLDER, lease))
+        world.bootstrap(req)
+        assert world.compute(req) == (True, 96)
+        world.leave(req)
+    world.settle_all()
+    world.check()
 
 
 def test_a_holder_that_is_silent_costs_half_the_patience_once() -> None:

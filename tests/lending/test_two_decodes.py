@@ -20,6 +20,7 @@ from lending_sessions import MODEL, Answer, call, counter, lending_node, outcome
 from stack import LOGS
 
 from sglang_basin.config import BasinConfig
+from sglang_basin.lending.worth import FRESH_S
 from sglang_basin.node import Node
 
 pytestmark = pytest.mark.stack
@@ -181,6 +182,7 @@ def test_a_full_decode_is_spared_and_its_sessions_take_their_kv_along(sound: Two
         long.start()
     try:
         until(lambda: lands_on(sound.pins[0]) == sound.decode_urls[1], "the router spares the full decode", 60)
+        time.sleep(FRESH_S)  # whatever reads from it took before, the next one is tried
         leased = outcomes(sound.prefill_url).get("leased", 0)
         answer = call(sound.node.url, [*context, 5], 4, session="spared", pin=sound.pins[0])
         assert answer.decode == sound.decode_urls[1]

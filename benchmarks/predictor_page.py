@@ -198,16 +198,22 @@ def _reading_of(found: Mapping[str, Any], name: str) -> Iterator[str]:
         yield f"At {_calls(enough)} a flexible model that is given everything does reach it."
     widths = [gain["high"] - gain["low"] for gain in gains if gain]
     yield f"With so many sessions a gain is known to ±{max(widths) / 2:.2f}."
-    for one in tasks[:1]:
-        share, ranked = one["share of variance between tasks"][0], one["gain of other runs and context"][0]
+    if tasks:
+        shares = [one["share of variance between tasks"][0] for one in tasks]
+        ranked = [one["gain of other runs and context"][0] for one in tasks]
+        known = [one["call"] for one in tasks]
         yield (
-            f"The task decides {share:.0%} of how much a session still grows from call {one['call']} on: who knows its "
-            f"other runs gains {ranked:+.2f}."
+            f"From {_calls(known)} on the task decides {_each(shares, '.0%')} of how much a session still grows, and "
+            f"who knows its other runs gains {_each(ranked, '+.2f')}."
         )
-        if share > 0.5:
+        if min(shares) >= 0.5:
             yield "What an unseen one will take is not told by the texts and runs of the others: the rest is its own."
-        else:
-            yield "Two runs of one task differ about as much as two tasks do: the rest is the run's own chance."
+        elif alike := [call for call, share in zip(known, shares, strict=True) if share < 0.1]:
+            yield f"At {_calls(alike)} two runs of one task differ about as much as two tasks do."
+
+
+def _each(values: Sequence[float], form: str) -> str:
+    return ", ".join(format(value, form) for value in values)
 
 
 def _of(gains: Sequence[Mapping[str, float] | None], call: int) -> Mapping[str, float]:

@@ -62,6 +62,8 @@ class Forest:
         self._starts = (np.arange(stages * trees) * leaves).reshape(stages, trees)
         places = np.arange(stages * trees * leaves)
         self._no = 2 * places - places // leaves * leaves  # where a row goes that answers with no
+        self._no_in_stage = self._no[: trees * leaves]
+        self._roots = self._starts[0] + 1
         self._unit = 1.0
         self._means = np.ascontiguousarray((self.sums[1:] / self.sums[0]).T)
         """Leaf means and mean squares, side by side: (leaves, 2)."""
@@ -71,12 +73,18 @@ class Forest:
         return len(self._starts)
 
     def moments(self, row: npt.NDArray[Any], stage: int) -> tuple[float, float]:
-        """Mean and variance (≥ 0) of the target for one row."""
-        node = self._starts[stage] + 1
-        question, threshold, no = self._flat_questions.take, self._flat_thresholds.take, self._no.take
+        """Mean and variance (≥ 0) of the target for one row.
+
+        All questions of the stage are answered, though each tree's path asks but a few: one long step costs less than
+        several short ones a level.
+        """
+        span = slice(stage * len(self._no_in_stage), (stage + 1) * len(self._no_in_stage))
+        next_node = (self._no_in_stage + (row.take(self._flat_questions[span]) > self._flat_thresholds[span])).take
+        node = self._roots
         for _ in range(self._depth):
-            node = no(node) + (row.take(question(node)) > threshold(node))
-        mean, square = (self._means.take(node - self._leaves, axis=0).sum(axis=0) / len(node)).tolist()
+            node = next_node(node)
+        leaves = node + (span.start - self._leaves)
+        mean, square = (self._means.take(leaves, axis=0).sum(axis=0) / len(leaves)).tolist()
         return mean, max(0.0, square - mean * mean)
 
     def leaves_of(self, rows: Floats, stages: Ints) -> npt.NDArray[np.intp]:

@@ -110,6 +110,16 @@ OPTIONS: tuple[Option, ...] = (
         check=_between(0.0, 0.95),
     ),
     Option(
+        name="pausing",
+        parse=str,
+        types=(str,),
+        default="on",
+        help="'on' holds the next call of sessions that have entered, the shortest first, while the contexts inside "
+        "come near the budget's reference; 'off' lets every session that has entered run to completion",
+        why="first predictions are poor: what they let in too many must leave for a while (benchmarks/sim_law.py)",
+        check=_one_of("on", "off"),
+    ),
+    Option(
         name="predictor",
         parse=str,
         types=(str,),
@@ -329,6 +339,7 @@ class BasinConfig:
     budget_tokens: int | None = None
     knee_tokens: int | None = None
     adaptive_band: float = 0.3
+    pausing: str = "on"
     predictor: str = "trained"
     session_log: str | None = None
     order: str = "size"

@@ -50,6 +50,9 @@ class DoorFigures(msgspec.Struct, kw_only=True):
     """Whether new sessions are judged now; below the budget all enter."""
     live_sessions: Count
     queued_sessions: Count
+    """They have not entered yet."""
+    paused_sessions: Count = 0
+    """They had entered and went back to the door, since the contexts inside had outgrown the cache."""
     held_calls: Count
     tickets: Count
     """Waiting sessions whose client has left: they keep their place for a while."""

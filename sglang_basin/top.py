@@ -153,8 +153,8 @@ def _door(door: DoorFigures, cache: CacheFigures | None) -> Group:
     return Group(
         lines,
         Text(
-            f"sessions: {door.live_sessions} live, {door.queued_sessions} waiting{waits} "
-            f"(calls held: {door.held_calls}, clients away: {door.tickets})"
+            f"sessions: {door.live_sessions} live, {door.queued_sessions} waiting{waits}, "
+            f"{door.paused_sessions} paused (calls held: {door.held_calls}, clients away: {door.tickets})"
         ),
         Text(f"{door.rule}; {armed}"),
     )

@@ -10,6 +10,7 @@ from sglang_basin.config import BasinConfig, ConfigError
 from sglang_basin.engine.metrics import fault
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
+from sglang_basin.policy.pausing import PauseSettings
 from sglang_basin.policy.prediction import PeakPredictor
 from sglang_basin.policy.priority import ArrivalOrder, SizeAwareOrder
 from sglang_basin.policy.recording import RecordedDoor
@@ -44,6 +45,7 @@ def door_for(config: BasinConfig, capacity_tokens: int, predictor: PeakPredictor
         order=SizeAwareOrder(config.order_tokens_per_s) if config.order == "size" else ArrivalOrder(),
         predictor=predictor,
         shedding=SheddingSettings(enabled=config.shedding == "on", head_wait_s=config.shed_wait_s),
+        pausing=PauseSettings() if config.pausing == "on" and not watches else None,
     )
     return door if config.record is None else RecordedDoor(door, recording(config.record))
 

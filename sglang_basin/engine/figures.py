@@ -31,6 +31,7 @@ def door_figures(door: Door | RecordedDoor, now_s: float) -> DoorFigures:
         armed=state.armed,
         live_sessions=state.live_sessions,
         queued_sessions=state.queued_sessions,
+        paused_sessions=state.paused_sessions,
         held_calls=state.held_calls,
         tickets=state.tickets,
         head_wait_s=round(state.head_wait_s, 3),
@@ -47,7 +48,7 @@ def _session(door: Door | RecordedDoor, session: Session, now_s: float) -> Sessi
     predicted = None if session.prediction is None else round(session.predicted_peak(0.5))
     return SessionFigures(
         session_id=session.session_id,
-        state="live" if session.live else "waiting" if session.calls else "away",
+        state=_state(session),
         context_tokens=session.context_tokens,
         reserved_tokens=round(_reserved(door, session)),
         predicted_peak_tokens=predicted,
@@ -57,6 +58,12 @@ def _session(door: Door | RecordedDoor, session: Session, now_s: float) -> Sessi
         arrived_s=round(session.arrived_s, 3),
         idle_s=round(max(0.0, now_s - session.last_active_s), 3),
     )
+
+
+def _state(session: Session) -> str:
+    if session.live:
+        return "live"
+    return "paused" if session.paused else "waiting" if session.calls else "away"
 
 
 def _reserved(door: Door | RecordedDoor, session: Session) -> float:

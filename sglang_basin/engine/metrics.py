@@ -76,6 +76,7 @@ TABLE: dict[str, _Row] = dict(
     gate_up=_gauge("basin_gate_up", "1 while the gate works, 0 once a fault has switched it off."),
     live_sessions=_gauge("basin_live_sessions", "Sessions that have entered and not ended."),
     queued_sessions=_gauge("basin_queued_sessions", "Sessions waiting at the door."),
+    paused_sessions=_gauge("basin_paused_sessions", "Sessions that had entered and were sent back to the door."),
     held_calls=_gauge("basin_held_calls", "Calls waiting at the door."),
     tickets=_gauge("basin_tickets", "Waiting sessions whose client left: they keep their place for a while."),
     head_wait=_gauge("basin_head_wait_seconds", "How long the first session in the queue has waited."),
@@ -170,6 +171,7 @@ def show_door(state: DoorState) -> None:
     shown = metrics()
     shown.live_sessions.set(state.live_sessions)
     shown.queued_sessions.set(state.queued_sessions)
+    shown.paused_sessions.set(state.paused_sessions)
     shown.held_calls.set(state.held_calls)
     shown.tickets.set(state.tickets)
     shown.head_wait.set(state.head_wait_s)

@@ -397,7 +397,8 @@ class PrefillGate:
                 self._by_prompt.ended(session.session_id)
             if self._copies is not None:
                 self._copies.ended(session.session_id)
-        ended = [session.session_id for session in sessions]
+        # A paused session is no more known on decode than one that has ended: decode asks about its next call.
+        ended = [*(session.session_id for session in sessions), *self.door.take_sent_back()]
         for start in range(0, len(ended), 64):
             for gate in list(self._gates):
                 self._send(gate, messages.Ended(ended[start : start + 64]))

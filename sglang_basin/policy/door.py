@@ -2,9 +2,9 @@
 
 Rules (DESIGN, section 2), each held by a test in `tests/policy`:
 
-1. A call of a session that has entered passes at once, whatever the working set. So does the first call of a session
-   that a live one has started and waits for: at the door it would wait for room that its parent holds. While it is
-   active its parent is not idle.
+1. A call of a live session passes at once, whatever the working set. So does the first call of a session that a live
+   one has started and waits for: at the door it would wait for room that its parent holds. While it is active its
+   parent is not idle.
 2. Below the budget admission is off and every session enters, the one that crosses it included. From there on it is
    armed, until nobody waits and the reservations are well below the budget again.
 3. Armed, a new session enters when nobody waits who goes before it and its reservation fits the rest of the budget.
@@ -16,7 +16,9 @@ Rules (DESIGN, section 2), each held by a test in `tests/policy`:
 7. A session ends explicitly; with a call announced as its last one; `final_grace_s` after a final answer that no call
    followed; or when idle for longer than this deployment's tools run (`policy.idle`) while no call is held or
    prefilling. Its reservation is given back at that moment; a call after that begins a new session.
-8. A session that outgrows its reservation reserves more; it is never stopped for it.
+8. A session that outgrows its reservation reserves more. When the contexts of the live sessions together come near
+   the budget's reference all the same, sessions are paused, the shortest first: the next call of such a session waits
+   until it fits again (`policy.pausing`). A call under way is never stopped.
 9. What live sessions share counts once: each reserves without the shared front that its first call found cached, and
    the longest of these fronts is added once (`policy.sharing`; a first call that has not run yet is expected to find
    what recent ones found). The working set that is shown stays the plain sum of contexts, as a client would add it
@@ -39,9 +41,10 @@ from sglang_basin.policy.budget import Budget
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Reason, Refuse
 from sglang_basin.policy.idle import IdleTimeout
 from sglang_basin.policy.interface import EngineView
+from sglang_basin.policy.pausing import PausedSessions, PauseSettings, victims
 from sglang_basin.policy.prediction import PeakPredictor
 from sglang_basin.policy.priority import ArrivalOrder
-from sglang_basin.policy.reservation import ReservationLaw
+from sglang_basin.policy.reservation import Reservation, ReservationLaw
 from sglang_basin.policy.sessions import Call, Session, Stage
 from sglang_basin.policy.sharing import SharedFront
 from sglang_basin.policy.shedding import Rates, SheddingSettings
@@ -102,6 +105,9 @@ class DoorState:
 
     live_sessions: int
     queued_sessions: int
+    """Sessions that have not entered yet."""
+    paused_sessions: int
+    """Sessions that had entered and went back to the door, those of them that run a tool included."""
     held_calls: int
     working_set_tokens: int
     """Contexts of the live sessions, added up."""
@@ -133,7 +139,9 @@ class Door:
         order: Order | None = None,
         predictor: PeakPredictor | None = None,
         shedding: SheddingSettings | None = None,
+        pausing: PauseSettings | None = None,
     ) -> None:
+        """Without `pausing` every session that has entered runs to completion."""
         self.settings = settings
         self.law = law
         self.budget = budget
@@ -160,6 +168,12 @@ class Door:
         self._held_count = 0
         self._tickets = 0
         self._armed = False
+        self._pausing = pausing
+        self._paused = PausedSessions()
+        self._leaving_tokens = 0  # contexts of the live sessions that are to be paused
+        self._rescued: Call | None = None  # the last call that went on over the budget
+        self._sent_back: list[str] = []
+        self._next_look_s = float("-inf")
         self._next_shed_s = float("-inf")
         self._now_s = float("-inf")
         self._ended: list[Session] = []
@@ -187,12 +201,13 @@ class Door:
         if session_id is None:
             return Admit(call_id, Reason.NO_IDENTITY)
 
-        session = self._live.get(session_id) or self._waiting.get(session_id)
+        session = self._known(session_id)
         is_new = session is None
         if session is None:
             session = Session(session_id, now_s, prompt_tokens, now_s, first_tokens=prompt_tokens, parent_id=parent_id)
         session.calls_seen += 1
-        session.pause_s = now_s - session.last_active_s if session.live and not session.calls else 0.0
+        ran_a_tool = (session.live or session.paused) and not session.calls
+        session.pause_s = now_s - session.last_active_s if ran_a_tool else 0.0
         self._set_context(session, session.context_with(prompt_tokens))
         if is_new:
             session.priority = self._by.priority(now_s, session.predicted_peak(self.settings.peak_share))
@@ -209,6 +224,15 @@ class Door:
             self._keep(session, call)
             self._touch(session, now_s)
             return Admit(call_id, Reason.LIVE_SESSION)
+        if session.paused:
+            if not session.calls:
+                self._idle.resumed(session.pause_s)
+            self._keep(session, call)
+            if not self._paused.waiting and self._fits_again(session):
+                self._resume(session, now_s)
+                return Admit(call_id, Reason.FITS)
+            self._paused.wait(session, now_s)
+            return self._hold(call, now_s)
         if is_new:
             reason = self._may_enter(session)
             if reason not in (Reason.NO_HEADROOM, Reason.BEHIND_QUEUE):
@@ -225,10 +249,7 @@ class Door:
         elif self._away.pop(session_id, None) is not None:
             self._line_up(session)
         self._keep(session, call)
-        call.stage = Stage.HELD
-        self._held.append(call)
-        self._held_count += 1
-        return self._present(call, now_s)
+        return self._hold(call, now_s)
 
     def prefilled(self, call_id: str, now_s: float, *, cached_tokens: int | None = None) -> None:
         """This instance is done with the call and has handed it to a decode instance.
@@ -269,6 +290,8 @@ class Door:
             return
         if call.ends_session:
             self._end(session, completed=True)
+        elif session.leaving:
+            self._pause(session, now_s)
         elif final and self.settings.final_grace_s is not None:
             self._answered[session.session_id] = now_s
 
@@ -283,12 +306,17 @@ class Door:
     def end(self, session_id: str, now_s: float) -> list[Refuse]:
         """The client ended the session. Calls of it that still wait are refused; running ones go on, uncounted."""
         now_s = self._advance(now_s)
-        session = self._live.get(session_id)
-        if session is not None:
+        session = self._known(session_id)
+        if session is None:
+            return []
+        if session.live:
             self._end(session, completed=True)
             return []
-        session = self._waiting.get(session_id)
-        return [] if session is None else self._turn_away(session, Reason.SESSION_ENDED, now_s)
+        if session.paused:
+            refused = [self._refuse(call, Reason.SESSION_ENDED, now_s) for call in list(session.calls.values())]
+            self._end(session, completed=True)
+            return refused
+        return self._turn_away(session, Reason.SESSION_ENDED, now_s)
 
     def observe(self, view: EngineView, now_s: float) -> None:
         """The engine's present state, about once a second: the budget follows it."""
@@ -299,26 +327,34 @@ class Door:
         """Whose wait ends now: calls to let go on, calls to refuse. Call it after every change and once a second."""
         now_s = self._advance(now_s)
         self._expire_idle(now_s)
+        self._expire_resting(now_s)
         self._expire_answered(now_s)
         self._expire_away(now_s)
         outcomes: list[Outcome] = self._refuse_overdue(now_s)
         outcomes += self._shed(now_s)
+        if self._pausing is not None and (now_s >= self._next_look_s or not self._live):
+            self._next_look_s = now_s + self._pausing.every_s
+            outcomes += self._resume_those_that_fit(self._pausing, now_s)
+            self._pause_those_that_do_not(self._pausing, now_s)
         while (head := self._head()) is not None:
             reason = self._fit(head)
             if reason is Reason.NO_HEADROOM:
                 break
             self._leave_queue(head)
             self._enter(head, now_s)
-            for call in head.calls.values():
-                call.stage = Stage.PREFILLING
-                self._held_count -= 1
-                outcomes.append(Admit(call.call_id, reason, now_s - call.arrived_s))
+            outcomes += self._let_on(head, reason, now_s)
         return outcomes
 
     def take_ended(self) -> list[Session]:
         """Sessions that ended since the last time, for those who remember them elsewhere or judge the predictions."""
         ended, self._ended = self._ended, []
         return ended
+
+    def take_sent_back(self) -> list[str]:
+        """Names of the sessions that were paused, or will be when their calls are over, since the last time: whoever
+        remembers that they have entered must ask about their next calls."""
+        names, self._sent_back = self._sent_back, []
+        return names
 
     # What others look at.
 
@@ -345,7 +381,7 @@ class Door:
         A call without a session counts as a session of its own. No call waits for ever: the key of a waiting one is
         fixed, and sessions that arrive later than it go behind it.
         """
-        session = self._live.get(session_id) or self._waiting.get(session_id)
+        session = self._known(session_id)
         if session is None:
             return call_arrived_s
         if not (session.live and self.settings.updates_order):
@@ -361,6 +397,7 @@ class Door:
         return DoorState(
             live_sessions=len(self._live),
             queued_sessions=len(self._waiting),
+            paused_sessions=len(self._paused),
             held_calls=self._held_count,
             working_set_tokens=self._working_set_tokens,
             distinct_tokens=self._working_set_tokens - self._shared_tokens + self._shared_once(),
@@ -374,13 +411,14 @@ class Door:
         )
 
     def sessions(self) -> Iterator[Session]:
-        """All that are live or wait, in no useful order. The door must not change meanwhile."""
+        """All that are known, in no useful order. The door must not change meanwhile."""
         yield from self._live.values()
         yield from self._waiting.values()
+        yield from self._paused
 
     def runs(self, session_id: str) -> bool:
         """Whether a call of the session is held or under way."""
-        session = self._live.get(session_id) or self._waiting.get(session_id)
+        session = self._known(session_id)
         return session is not None and bool(session.calls)
 
     def session_of(self, call_id: str) -> str | None:
@@ -390,6 +428,9 @@ class Door:
 
     def live_session(self, session_id: str) -> Session | None:
         return self._live.get(session_id)
+
+    def _known(self, session_id: str) -> Session | None:
+        return self._live.get(session_id) or self._waiting.get(session_id) or self._paused.get(session_id)
 
     # The rules.
 
@@ -451,7 +492,13 @@ class Door:
     def _present(self, call: Call, now_s: float) -> Decision:
         if call.stage is not Stage.HELD:
             return Admit(call.call_id, Reason.LIVE_SESSION, now_s - call.arrived_s)
-        session = self._waiting[call.session_id]
+        session = self._waiting.get(call.session_id)
+        if session is None:
+            session = self._paused.waiting[call.session_id]
+            shorter = sum(one.context_tokens < session.context_tokens for one in self._paused.waiting.values())
+            free_tokens = self._resume_tokens() - self._staying_tokens()
+            need_tokens = session.context_tokens - self._credit(session)
+            return Queue(call.call_id, Reason.PAUSED, need_tokens, round(free_tokens), shorter)
         ahead = bisect.bisect_left(self._queue, _place(session))
         return Queue(
             call.call_id,
@@ -460,6 +507,74 @@ class Door:
             free_tokens=round(self.budget.tokens - self._need()),
             ahead=ahead,
         )
+
+    # Pausing.
+
+    def _staying_tokens(self) -> int:
+        """Contexts of the live sessions that are not about to leave, what they share counted once."""
+        return self._working_set_tokens - self._leaving_tokens - self._shared_tokens + self._shared_once()
+
+    def _resume_tokens(self) -> float:
+        return self._pausing.resume_share * self.budget.reference_tokens if self._pausing is not None else 0.0
+
+    def _fits_again(self, session: Session) -> bool:
+        need_tokens = session.context_tokens - self._credit(session)
+        return not self._live or self._staying_tokens() + need_tokens <= self._resume_tokens()
+
+    def _pause_those_that_do_not(self, pausing: PauseSettings, now_s: float) -> None:
+        reference_tokens = self.budget.reference_tokens
+        if self._staying_tokens() <= pausing.above_share * reference_tokens:
+            return
+        for session in victims(self._live.values())[:-1]:  # the last one always fits
+            if self._staying_tokens() <= pausing.down_to_share * reference_tokens:
+                return
+            if session.leaving:
+                continue
+            self._sent_back.append(session.session_id)
+            if session.calls:
+                session.leaving = True
+                self._leaving_tokens += session.context_tokens
+                self._reserve(session)
+            else:
+                self._pause(session, now_s)
+
+    def _pause(self, session: Session, now_s: float) -> None:
+        self._take_out(session)
+        self._paused.rest(session, now_s)
+
+    def _resume_those_that_fit(self, pausing: PauseSettings, now_s: float) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for one in self._paused.by_length():
+            if self._fits_again(one):
+                self._resume(one, now_s)
+                outcomes += self._let_on(one, Reason.FITS, now_s)
+        if self._rescued is not None and self._calls.get(self._rescued.call_id) is self._rescued:
+            return outcomes
+        session = self._paused.overdue(now_s - pausing.patience_s)
+        if session is not None:
+            self._rescued = next(iter(session.calls.values()))
+            self._resume(session, now_s)
+            outcomes += self._let_on(session, Reason.WAITED_LONGEST, now_s)
+        return outcomes
+
+    def _resume(self, session: Session, now_s: float) -> None:
+        self._paused.release(session)
+        self._enter(session, now_s)
+
+    # Keeping the tables.
+
+    def _hold(self, call: Call, now_s: float) -> Decision:
+        call.stage = Stage.HELD
+        self._held.append(call)
+        self._held_count += 1
+        return self._present(call, now_s)
+
+    def _let_on(self, session: Session, reason: Reason, now_s: float) -> list[Outcome]:
+        """The calls of a session that has just entered, all of which were held."""
+        for call in session.calls.values():
+            call.stage = Stage.PREFILLING
+            self._held_count -= 1
+        return [Admit(call.call_id, reason, now_s - call.arrived_s) for call in session.calls.values()]
 
     def _keep(self, session: Session, call: Call) -> None:
         session.calls[call.call_id] = call
@@ -479,6 +594,8 @@ class Door:
         """Change a session's context, predict anew and, once it has entered, change what it reserves."""
         if session.live:
             self._working_set_tokens += context_tokens - session.context_tokens
+            if session.leaving:
+                self._leaving_tokens += context_tokens - session.context_tokens
         session.context_tokens = context_tokens
         session.peak_tokens = max(session.peak_tokens, context_tokens)
         if self._predictor is not None:
@@ -489,6 +606,8 @@ class Door:
 
     def _reserve(self, session: Session) -> None:
         reservation, shared = self.law.reserve(session), self._credit(session)
+        if session.leaving:
+            reservation, shared = Reservation(0.0), 0
         if shared != session.credited_tokens:
             del self._shared[bisect.bisect_left(self._shared, session.credited_tokens)]
             bisect.insort(self._shared, shared)
@@ -499,17 +618,25 @@ class Door:
         self._reserved_variance += reservation.variance - session.reserved_variance
         session.reserved_tokens, session.reserved_variance = tokens, reservation.variance
 
-    def _end(self, session: Session, *, completed: bool) -> None:
+    def _take_out(self, session: Session) -> None:
+        """A live session is live no more, and nothing is reserved for it."""
         del self._live[session.session_id]
         self._answered.pop(session.session_id, None)
-        session.live = False
         self._working_set_tokens -= session.context_tokens
+        self._leaving_tokens -= session.context_tokens if session.leaving else 0
         self._reserved_tokens -= session.reserved_tokens
         self._reserved_variance -= session.reserved_variance
         self._shared_tokens -= session.credited_tokens
         del self._shared[bisect.bisect_left(self._shared, session.credited_tokens)]
+        session.live = session.leaving = False
         if not self._live:  # no rounding error outlives the sessions that caused it
             self._reserved_tokens = self._reserved_variance = 0.0
+
+    def _end(self, session: Session, *, completed: bool) -> None:
+        """A live or paused session has ended."""
+        if session.live:
+            self._take_out(session)
+        self._paused.release(session)
         for call_id in session.calls:
             del self._calls[call_id]
         session.calls.clear()
@@ -528,11 +655,15 @@ class Door:
             return None
         if call.stage is Stage.HELD:
             self._held_count -= 1
-        session = self._live.get(call.session_id) or self._waiting[call.session_id]
+        session = self._known(call.session_id)
+        assert session is not None
         del session.calls[call_id]
         if not session.calls:
             session.calls.clear()  # gives its table back, 170 bytes of every idle session
-        if not session.live and not session.calls:
+        if session.paused:
+            if not session.calls:
+                self._paused.rest(session, now_s)
+        elif not session.live and not session.calls:
             if self.settings.ticket_grace_s > 0:
                 self._step_out(session)
                 self._away[session.session_id] = now_s
@@ -604,6 +735,14 @@ class Door:
                 self._idle.given_up(oldest.session_id, oldest.last_active_s)
                 self._end(oldest, completed=True)
 
+    def _expire_resting(self, now_s: float) -> None:
+        while resting := self._paused.resting:
+            oldest = next(iter(resting.values()))
+            if now_s - oldest.last_active_s < self._idle.timeout_s:
+                return
+            self._idle.given_up(oldest.session_id, oldest.last_active_s)
+            self._end(oldest, completed=True)
+
     def _expire_answered(self, now_s: float) -> None:
         while self._answered and self.settings.final_grace_s is not None:
             session_id, since_s = next(iter(self._answered.items()))
@@ -621,8 +760,11 @@ class Door:
 
     def _forget_over_bound(self) -> None:
         """Keep the table bounded: forget the longest idle sessions, whose return would make them new ones."""
-        while len(self._live) >= self.settings.max_sessions:
-            self._end(next(iter(self._live.values())), completed=False)
+        while len(self._live) + len(self._paused) >= self.settings.max_sessions:
+            oldest = next(iter(self._paused.resting.values()), None) or next(iter(self._live.values()), None)
+            if oldest is None:
+                return  # all of them wait at the door
+            self._end(oldest, completed=False)
 
     def _touch(self, session: Session, now_s: float) -> None:
         """The session is active, and with it those that wait for it."""
@@ -631,8 +773,11 @@ class Door:
             if active is None:
                 return
             active.last_active_s = now_s
-            self._live.move_to_end(active.session_id)
-            active = self._live.get(active.parent_id) if active.parent_id is not None else None
+            if active.live:
+                self._live.move_to_end(active.session_id)
+            elif active.session_id in self._paused.resting:
+                self._paused.resting.move_to_end(active.session_id)
+            active = self._known(active.parent_id) if active.parent_id is not None else None
 
     def _advance(self, now_s: float) -> float:
         if now_s > self._now_s:

@@ -103,6 +103,9 @@ class RecordedDoor:
         ended, self._ended = self._ended, []
         return ended
 
+    def take_sent_back(self) -> list[str]:
+        return self.door.take_sent_back()
+
     def state(self) -> DoorState:
         return self.door.state()
 

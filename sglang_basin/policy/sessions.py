@@ -45,6 +45,12 @@ class Session:
     """The session that started this one and waits for it."""
     live: bool = False
     """It has entered; False while it waits at the door."""
+    paused: bool = False
+    """It had entered and was sent back to the door."""
+    waits_since_s: float | None = None
+    """Paused, and when the first call that it has made since then came; None if it has made none."""
+    leaving: bool = False
+    """Live, and to be paused as soon as none of its calls is under way; it reserves nothing until then."""
     priority: float = 0.0
     """Fixed at arrival; lowest goes first everywhere."""
     prediction: Prediction | None = None

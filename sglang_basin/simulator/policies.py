@@ -19,6 +19,7 @@ import msgspec
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.interface import ServingPolicy
+from sglang_basin.policy.pausing import PauseSettings
 from sglang_basin.policy.prediction import PeakPredictor, PeaksSeen
 from sglang_basin.policy.priority import ArrivalOrder, SizeAwareOrder
 from sglang_basin.policy.reservation import law_named
@@ -59,6 +60,11 @@ class BasinOptions:
     peak_share: float = 0.5
     updates_order: bool = True
     shared_once: bool = True
+    pausing: bool = True
+    pause_above: float = 0.95
+    pause_down_to: float = 0.80
+    resume_below: float = 0.85
+    pause_patience_s: float = 1800.0
     predictor: Literal["trained", "seen", "oracle", "none"] = "trained"
     model: str | None = None
     """`trained`: the model's file; the one that comes with Basin without it."""
@@ -93,6 +99,13 @@ def _basin(
             return TrainedPredictor(load_model(Path(options.model) if options.model else default_model_path()))
         return PeaksSeen() if options.predictor == "seen" else None
 
+    pausing = PauseSettings(
+        above_share=options.pause_above,
+        down_to_share=options.pause_down_to,
+        resume_share=options.resume_below,
+        patience_s=options.pause_patience_s,
+    )
+
     def build() -> ServingPolicy:
         return Door(
             DoorSettings(
@@ -124,6 +137,7 @@ def _basin(
             order=SizeAwareOrder(options.order_tokens_per_s) if options.order == "size" else ArrivalOrder(),
             predictor=predictor(),
             shedding=SheddingSettings(enabled=options.shed, head_wait_s=options.shed_head_wait_s),
+            pausing=pausing if options.pausing else None,
         )
 
     build()  # wrong values are refused before the run

@@ -10,15 +10,16 @@ from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.decisions import Admit, Queue, Reason, Refuse
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.idle import FACTOR, LEAST_PAUSES
+from sglang_basin.policy.pausing import PauseSettings
 from sglang_basin.policy.priority import SizeAwareOrder
 from sglang_basin.policy.reservation import CurrentContext
 from sglang_basin.policy.shedding import SheddingSettings
 
 
-def make_door(budget_tokens: int = 100, **changes: object) -> Door:
+def make_door(budget_tokens: int = 100, pausing: PauseSettings | None = None, **changes: object) -> Door:
     settings_ = {"idle_timeout_s": 60.0, "hold_limit_s": 30.0, "max_sessions": 1000, **changes}
     budget = Budget(BudgetSettings(fixed_tokens=budget_tokens), capacity_tokens=1)
-    return Door(DoorSettings(**settings_), law=CurrentContext(), budget=budget)
+    return Door(DoorSettings(**settings_), law=CurrentContext(), budget=budget, pausing=pausing)
 
 
 def enter(door: Door, call_id: str, session_id: str, tokens: int, now_s: float = 0.0) -> None:
@@ -410,3 +411,104 @@ def test_the_advice_when_to_come_back_is_within_the_grace(grace_s: float) -> Non
     settings = DoorSettings(idle_timeout_s=60, hold_limit_s=30, ticket_grace_s=grace_s)
     assert 0 < settings.retry_after_s <= 60
     assert settings.retry_after_s < grace_s or grace_s == 0
+
+
+def grown(**changes: object) -> Door:
+    """Three sessions that entered at 10 tokens each and have grown to 40, 50 and 60 of 100; `c` still runs."""
+    door = make_door(pausing=PauseSettings(), **changes)
+    for number, (session_id, tokens) in enumerate((("a", 40), ("b", 50), ("c", 60))):
+        enter(door, f"{number}.0", session_id, 10)
+        door.finish(f"{number}.0", 1, 0.0)
+        assert isinstance(door.call(f"{number}.1", session_id, tokens - 1, 1.0), Admit)
+        if session_id != "c":
+            door.finish(f"{number}.1", 1, 1.0)
+    return door
+
+
+def test_over_the_cache_the_shortest_idle_sessions_are_paused_until_the_rest_fits() -> None:
+    door = grown()
+    assert door.poll(2.0) == []
+    assert door.take_sent_back() == ["a", "b"]  # 149 -> 109 -> 59, which is below 80
+    assert door.take_sent_back() == []
+    state = door.state()
+    assert (state.live_sessions, state.paused_sessions, state.working_set_tokens) == (1, 2, 59)
+    assert isinstance(door.call("0.2", "a", 45, 3.0), Queue)  # 104 is over 85
+    decision = door.call("1.2", "b", 51, 3.0)
+    assert decision == Queue("1.2", Reason.PAUSED, need_tokens=51, free_tokens=26, ahead=1)
+    assert door.poll(4.0) == []
+    door.end("c", 5.0)
+    assert door.poll(5.0) == [Admit("0.2", Reason.FITS, 2.0)]  # the shorter one; both together are over 85
+    door.end("a", 6.0)
+    assert door.poll(6.0) == [Admit("1.2", Reason.FITS, 3.0)]
+
+
+def test_below_the_threshold_nobody_is_paused() -> None:
+    door = grown()
+    door.end("a", 1.5)
+    door.end("b", 1.5)
+    assert door.poll(2.0) == []
+    assert door.take_sent_back() == []
+    assert door.state().paused_sessions == 0
+
+
+def test_a_session_whose_call_is_under_way_leaves_when_it_is_over() -> None:
+    door = make_door(pausing=PauseSettings())
+    enter(door, "1", "small", 30)
+    enter(door, "2", "large", 90)
+    assert door.poll(1.0) == []
+    assert door.take_sent_back() == ["small"]  # whoever remembers it must ask about its next call
+    assert (door.state().live_sessions, door.state().reserved_tokens) == (2, 90)
+    door.finish("1", 1, 2.0)
+    assert (door.state().live_sessions, door.state().paused_sessions) == (1, 1)
+    assert isinstance(door.call("3", "small", 35, 3.0), Queue)
+
+
+def test_who_has_waited_too_long_goes_on_over_the_budget_one_at_a_time() -> None:
+    door = make_door(pausing=PauseSettings(patience_s=10.0), hold_limit_s=1e9)
+    for session_id in ("a", "b"):
+        enter(door, f"{session_id}1", session_id, 30)
+        door.finish(f"{session_id}1", 1, 0.0)
+    enter(door, "large", "large", 90)
+    door.poll(1.0)
+    assert isinstance(door.call("a2", "a", 35, 2.0), Queue)
+    assert isinstance(door.call("b2", "b", 32, 3.0), Queue)
+    assert door.poll(11.9) == []
+    assert door.poll(13.0) == [Admit("a2", Reason.WAITED_LONGEST, 11.0)]
+    assert door.poll(20.0) == []
+    door.finish("a2", 1, 21.0)
+    assert door.poll(22.0) == [Admit("b2", Reason.WAITED_LONGEST, 19.0)]
+
+
+def test_a_paused_session_that_never_comes_back_ends_and_teaches() -> None:
+    door = grown(idle_timeout_s=60.0)
+    door.poll(2.0)
+    door.take_sent_back()
+    door.poll(63.0)
+    assert sorted(session.session_id for session in door.take_ended()) == ["a", "b"]
+    assert door.state().paused_sessions == 0
+
+
+def test_a_client_that_takes_a_held_call_back_leaves_its_session_paused() -> None:
+    door = grown()
+    door.poll(2.0)
+    assert isinstance(door.call("0.2", "a", 45, 3.0), Queue)
+    door.abandon("0.2", 4.0)
+    assert (door.state().held_calls, door.state().paused_sessions) == (0, 2)
+    door.end("c", 5.0)
+    assert isinstance(door.call("0.3", "a", 45, 6.0), Admit)
+
+
+def test_the_end_of_a_paused_session_refuses_the_call_that_waits() -> None:
+    door = grown()
+    door.poll(2.0)
+    door.call("0.2", "a", 45, 3.0)
+    (refused,) = door.end("a", 4.0)
+    assert (refused.call_id, refused.reason) == ("0.2", Reason.SESSION_ENDED)
+    assert (door.state().held_calls, door.state().paused_sessions) == (0, 1)
+
+
+@pytest.mark.parametrize("shares", [(0.9, 0.95, 0.8), (0.8, 0.85, 0.9), (0.9, 0.0, 0.8)])
+def test_pausing_refuses_shares_in_the_wrong_order(shares: tuple[float, float, float]) -> None:
+    above, down_to, resume = shares
+    with pytest.raises(ValueError, match="down_to_share"):
+        PauseSettings(above_share=above, down_to_share=down_to, resume_share=resume)

@@ -16,6 +16,7 @@ from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.decisions import Admit, Queue, Reason, Refuse
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.interface import EngineView
+from sglang_basin.policy.pausing import PauseSettings
 from sglang_basin.policy.prediction import PeaksSeen, Prediction
 from sglang_basin.policy.priority import ArrivalOrder, SizeAwareOrder
 from sglang_basin.policy.reservation import CurrentContext, PartialPeak, ReservationLaw, StatisticalMultiplexing
@@ -86,6 +87,7 @@ class Setup:
     max_sessions: int = 1000
     shared_once: bool = True
     updates_order: bool = True
+    pausing: PauseSettings | None = None
 
     def door(self) -> Door:
         return Door(
@@ -105,6 +107,7 @@ class Setup:
             order=self.order,
             predictor=self.predictor(),  # type: ignore[arg-type]
             shedding=self.shedding,
+            pausing=self.pausing,
         )
 
 
@@ -119,6 +122,7 @@ SETUPS = st.builds(
     max_queued=st.sampled_from([None, 3]),
     shared_once=st.booleans(),
     updates_order=st.booleans(),
+    pausing=st.sampled_from([None, PauseSettings(), PauseSettings(patience_s=5.0, every_s=0.0)]),
 )
 STEPS = st.lists(
     st.tuples(
@@ -215,6 +219,10 @@ def test_sums_match_the_table_and_tables_end_empty(setup: Setup, steps: list) ->
         variance = sum(session.reserved_variance for session in live)
         assert state.reserved_tokens == pytest.approx(mean + setup.law.z * math.sqrt(variance), abs=1.0, rel=1e-6)
         for one in live:  # what it reserves is what the law says of it now
+            if one.leaving:
+                assert one.calls
+                assert (one.reserved_tokens, one.reserved_variance, one.credited_tokens) == (0, 0, 0)
+                continue
             now = setup.law.reserve(one)
             assert (one.reserved_tokens, one.reserved_variance) == (now.tokens - one.credited_tokens, now.variance)
             assert one.reserved_tokens >= one.context_tokens - one.credited_tokens >= 0
@@ -223,11 +231,16 @@ def test_sums_match_the_table_and_tables_end_empty(setup: Setup, steps: list) ->
                 assert one.credited_tokens <= one.shared_tokens <= one.found_tokens
         assert state.held_calls == len(run.waiting)
         assert door.holds_any == bool(run.waiting)
-        assert state.queued_sessions >= len(set(run.waiting.values()))
+        paused = {session.session_id for session in door._paused.waiting.values()}
+        assert paused <= set(run.waiting.values())
+        assert state.paused_sessions == len(door._paused) >= len(paused)
+        assert all(one.paused and not one.live and not one.leaving for one in door._paused)
+        assert state.queued_sessions >= len(set(run.waiting.values()) - paused)
+        assert door._leaving_tokens == sum(one.context_tokens for one in live if one.leaving)
         if setup.max_queued is not None:
             assert state.queued_sessions <= setup.max_queued
         if setup.grace_s == 0:
-            assert state.queued_sessions == len(set(run.waiting.values()))
+            assert state.queued_sessions == len(set(run.waiting.values()) - paused)
         if run.waiting:
             assert live, "with nobody live the head would have entered"
         assert len(door._queue) + len(door._away) == len(door._waiting) == state.queued_sessions
@@ -246,7 +259,7 @@ def test_sums_match_the_table_and_tables_end_empty(setup: Setup, steps: list) ->
             door.finish(call_id, 1, run.now_s)
     assert not run.waiting
     state = door.state()
-    assert (state.live_sessions, state.queued_sessions, state.held_calls) == (0, 0, 0)
+    assert (state.live_sessions, state.queued_sessions, state.paused_sessions, state.held_calls) == (0, 0, 0, 0)
     assert state.working_set_tokens == state.distinct_tokens == state.reserved_tokens == 0
     for name in ("_live", "_waiting", "_queue", "_away", "_calls", "_held", "_shared"):
         assert not getattr(door, name), name
@@ -261,9 +274,10 @@ def test_a_priority_is_set_once_and_the_queue_moves_by_it(setup: Setup, steps: l
     keys: dict[str, float] = {}
     for kind, name, which, tokens, pause_s in steps:
         before = dict(run.waiting)
+        was_paused = {session.session_id for session in door._paused}
         run.step(kind, SESSIONS[name], which, tokens, pause_s)
         for session in SESSIONS:
-            known = door.live_session(session) or door._waiting.get(session)
+            known = door._known(session)
             if known is None:
                 keys.pop(session, None)
             else:
@@ -275,7 +289,8 @@ def test_a_priority_is_set_once_and_the_queue_moves_by_it(setup: Setup, steps: l
                     assert door.order(session, -1.0) == setup.order.priority(known.arrived_s, peak_tokens)
         entered = {before[o.call_id] for o in run.outcomes if isinstance(o, Admit) and o.call_id in before}
         still = set(run.waiting.values()) & set(before.values())
-        for inside, outside in itertools.product(entered, still):
+        paused = {session.session_id for session in door._paused}
+        for inside, outside in itertools.product(entered - was_paused, still - paused):
             assert keys[inside] <= keys[outside], "somebody passed the head"
 
 
@@ -356,13 +371,57 @@ def test_a_session_of_peak_w_is_passed_only_by_arrivals_of_the_next_w_over_r_sec
     assert not waiting
 
 
+# Pausing.
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.floats(0, 3)), min_size=2, max_size=10),
+    st.integers(20, 120),
+    st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_sessions_that_outgrow_the_cache_all_finish(sessions: list, budget_tokens: int, data: st.DataObject) -> None:
+    """Each makes eight calls and grows with each, whatever the order in which calls come and end; none is refused."""
+    setup = Setup(
+        CurrentContext(), ArrivalOrder(), lambda: None, None, BudgetSettings(fixed_tokens=budget_tokens), 0.0, None
+    )
+    pausing = PauseSettings(patience_s=20.0)
+    door = dataclasses.replace(setup, hold_limit_s=1e9, idle_timeout_s=1e9, pausing=pausing).door()
+    now_s, done = 0.0, dict.fromkeys(range(len(sessions)), 0)
+    held: set[int] = set()
+    running: set[int] = set()
+    for _ in range(400):
+        if all(calls == 8 for calls in done.values()):
+            break
+        now_s += data.draw(st.floats(0.1, 4.0)) if len(running) > 1 else 4.0
+        idle = [one for one, calls in done.items() if calls < 8 and one not in held | running]
+        for one in idle:
+            first, grows, _ = sessions[one]
+            call_id = f"{one}/{done[one]}"
+            decision = door.call(call_id, f"s{one}", first + grows * done[one], now_s, ends_session=done[one] == 7)
+            assert not isinstance(decision, Refuse)
+            (running if isinstance(decision, Admit) else held).add(one)
+        for outcome in door.poll(now_s):
+            assert isinstance(outcome, Admit)
+            one = int(outcome.call_id.partition("/")[0])
+            held.remove(one)
+            running.add(one)
+        assert running, "calls wait and none runs"
+        one = data.draw(st.sampled_from(sorted(running)))
+        running.remove(one)
+        door.finish(f"{one}/{done[one]}", 1, now_s)
+        done[one] += 1
+    assert all(calls == 8 for calls in done.values())
+    assert (door.state().live_sessions, door.state().paused_sessions) == (0, 0)
+
+
 # Tickets.
 
 
 @given(SETUPS, STEPS)
 @settings(max_examples=200, deadline=None)
 def test_who_is_away_keeps_the_place_within_the_grace_and_blocks_nobody(setup: Setup, steps: list) -> None:
-    setup = dataclasses.replace(setup, grace_s=12.0, shedding=None)
+    setup = dataclasses.replace(setup, grace_s=12.0, shedding=None, pausing=None)
     run = Run(setup.door())
     door = run.door
     away_since: dict[str, float] = {}

@@ -74,6 +74,9 @@ REFERENCE = Setting("article's design", ARTICLE)
 
 LAWS: dict[str, dict[str, str]] = {
     "current": {"law": "current"},
+    "current, band 0": {"law": "current", "band": "0"},
+    "nobody is paused": {"pausing": "false"},
+    "current, nobody is paused": {"law": "current", "pausing": "false"},
     "partial 0.25": {"alpha": "0.25"},
     "partial 0.5": {"alpha": "0.5"},
     "the whole peak": {"law": "peak"},

@@ -146,8 +146,10 @@ ARTICLE = {
     "band": "0.1",
     "shared_once": "false",
     "updates_order": "false",
+    "pausing": "false",
 } | TRAINED
-"""The article's full design: each session's predicted peak reserved, size-aware order, the budget within a small band;
+"""The article's full design: each session's predicted peak reserved, size-aware order, the budget within a small band,
+whoever has entered runs to completion;
 with lending where the deployment lends, and with the same predictor as the default."""
 
 

@@ -41,6 +41,7 @@ from sglang_basin.lending.ranks import ForRanks, Kept
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.interface import EngineView
+from sglang_basin.policy.pausing import PauseSettings
 from sglang_basin.policy.priority import SizeAwareOrder
 from sglang_basin.policy.recording import RecordedDoor
 from sglang_basin.policy.reservation import CurrentContext
@@ -212,6 +213,28 @@ def test_decodes_report_of_the_last_calls_end_lets_the_next_session_in(pair: Pai
     pair.decode.left(SimpleNamespace(rid="d1", output_ids=[1, 2, 3]))
     prefill_out, decode_out = pair.until(lambda p, d: p and d)
     assert (rids(prefill_out), rids(decode_out)) == (["p2"], ["d2"])
+
+
+def test_a_paused_sessions_next_call_waits_on_both_sides_until_it_fits_again(pair: Pair) -> None:
+    pair.prefill.door = Door(
+        DoorSettings(idle_timeout_s=60, hold_limit_s=30, max_sessions=100),
+        law=CurrentContext(),
+        budget=Budget(BudgetSettings(fixed_tokens=100), capacity_tokens=1),
+        pausing=PauseSettings(),
+    )
+    pair.enter("small", 1, 30)
+    pair.enter("large", 2, 90)  # the two outgrow the budget: the small one leaves after its call
+    pair.clock.now_s += 1.0
+    pair.until(lambda p, d: [session for _, session in pair.decode._entered] == ["large"])
+    pair.decode.left(SimpleNamespace(rid="d1", output_ids=[1, 2, 3], finished_reason=FINISH_LENGTH(3)))
+    pair.until(lambda p, d: pair.prefill.door.state().paused_sessions == 1)
+    legs = {"prefill": [pair.call("small", 3, 40, side="p")], "decode": [pair.call("small", 3, 40)]}
+    prefill_out, decode_out = pair.until(lambda p, d: pair.decode._held[3].unanswered_s is None, **legs)
+    assert prefill_out == decode_out == []
+    pair.clock.now_s += 1.0
+    ending = CloseSessionReqInput(session_id="large")
+    prefill_out, decode_out = pair.until(lambda p, d: len(p) == 2 and len(d) == 1, prefill=[ending])
+    assert (rids(prefill_out[1:]), rids(decode_out)) == (["p3"], ["d3"])
 
 
 def test_all_ranks_hear_who_keeps_a_sessions_copy_until_it_ends(pair: Pair) -> None:

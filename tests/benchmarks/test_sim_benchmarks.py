@@ -69,7 +69,7 @@ def test_result_names_no_machine(path: Path) -> None:
 
 def test_plots_are_small_and_few() -> None:
     plots = sorted(sim_rooms.RESULTS.glob("*.png"))
-    assert len(plots) <= 11
+    assert len(plots) <= 12
     assert all(path.stat().st_size <= 100 * 1024 for path in plots)
     assert {path.name for path in plots} >= {plot for finding in FINDINGS for plot in finding["plots"]}
 

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 from calls import at_rest
+from hypothesis import HealthCheck, settings
 from stack import BUDGET_TOKENS, FINAL_GRACE_S, HOLD_LIMIT_S, IDLE_TIMEOUT_S, LOGS, TICKET_GRACE_S, Stack, running
 
 from sglang_basin.config import BasinConfig
 
 pytest_plugins = ("fault_table",)
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")  # how fast this one is just now says nothing about the code
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +23,7 @@ def basin() -> Iterator[Stack]:
         admission="current",
         budget_tokens=BUDGET_TOKENS,
         adaptive_band=0.0,
+        pausing="off",
         order="arrival",
         idle_timeout_s=IDLE_TIMEOUT_S,
         hold_limit_s=HOLD_LIMIT_S,

@@ -54,7 +54,12 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
     clock = tmp_path_factory.mktemp("drill") / "clock"
     clock.write_text("+0", encoding="utf-8")
     config = BasinConfig(
-        admission="current", budget_tokens=BUDGET_TOKENS, idle_timeout_s=IDLE_S, idle_floor_s=IDLE_S, ticket_grace_s=4.0
+        admission="current",
+        budget_tokens=BUDGET_TOKENS,
+        pausing="off",
+        idle_timeout_s=IDLE_S,
+        idle_floor_s=IDLE_S,
+        ticket_grace_s=4.0,
     )
     options = NodeOptions(
         model_path=str(build(MODEL)),

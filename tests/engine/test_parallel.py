@@ -28,6 +28,7 @@ def two_ranks() -> Iterator[Stack]:
     config = BasinConfig(
         admission="current",
         budget_tokens=BUDGET_TOKENS,
+        pausing="off",
         idle_timeout_s=15.0,
         hold_limit_s=HOLD_LIMIT_S,
         ticket_grace_s=2.0,

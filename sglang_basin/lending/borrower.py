@@ -175,6 +175,7 @@ class Borrower:
         self._page = self._allocator.page_size
         self._parts: dict[str, Part] = {}  # by rid; flowing or near
         self._stuck: list[Part] = []  # given up, their last read not yet through
+        self._in_hand_tokens = 0  # allocated for a part that does not exist yet; stays so if making it fails
         self._asking: dict[str, Any] = {}  # calls that wait for free slots, by rid
         self._peers: dict[str, _Peer] = {}
         self._warned: set[str] = set()
@@ -185,7 +186,7 @@ class Borrower:
     @property
     def private_tokens(self) -> int:
         """Slots that are neither free nor in the tree."""
-        return sum(part.tokens for part in (*self._parts.values(), *self._stuck))
+        return self._in_hand_tokens + sum(part.tokens for part in (*self._parts.values(), *self._stuck))
 
     def settle(self) -> None:
         """Once a turn, before calls leave the bootstrap queue: what has landed joins the tree, what failed is given
@@ -446,6 +447,7 @@ class Borrower:
         if short > 0:
             tree.evict(EvictParams(num_tokens=short))
         slots = self._allocator.alloc(end - start)
+        self._in_hand_tokens = 0 if slots is None else end - start
         room = req.bootstrap_room
         lease = offer.lease
         may_read = slots is not None and (lease is not None or self.reading.begin(room))
@@ -454,6 +456,7 @@ class Borrower:
                 self.reading.end(room)
             if slots is not None:
                 self._allocator.free(slots)
+            self._in_hand_tokens = 0
             tree.unlock(lock)
             return not self._judge(req, "no_room" if slots is None else "call_ended")
         slots = slots.to(torch.int64)
@@ -473,6 +476,7 @@ class Borrower:
         self._parts[req.rid] = part = Part(
             req, offer.peer, start, end, key, before[:start], lock, slots, pull, lent_bytes, until_s
         )
+        self._in_hand_tokens = 0
         if lease is not None and self.questions.take(room):
             part.leased_by = lease.holder
         self._end_question(req)  # a shorter lease than what its own decode has

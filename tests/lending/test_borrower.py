@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from sglang_basin.engine.metrics import counts, metrics
 from sglang_basin.lending import prefill
 from sglang_basin.lending.borrower import FORWARD_WAIT_S
 from sglang_basin.lending.calls import bootstrapped, decode_prefix, must_run_again
+from sglang_basin.lending.transport import Plan
 
 PAGES = (1, 16, 64)
 
@@ -187,6 +189,30 @@ def test_an_abort_waits_for_the_read_before_it_is_acknowledged(monkeypatch: pyte
     assert acknowledged == [room]
     world.check()
     assert world.prefill.find(prompt(100)).device_prefix_len == 96, "what was read before the abort is as good as any"
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_copies_under_way_are_waited_for_before_anything_is_let_go(failing: bool) -> None:
+    """A transport launches ahead, so its last read may return, or fail, before the last byte is written."""
+    world = World(16)
+    world.decode.cache(prompt(100))
+    through = threading.Event()
+
+    def finish(plan: Plan) -> None:
+        assert through.wait(10)
+
+    world.transport.finish = finish  # type: ignore[method-assign]
+    world.transport.failing = failing
+    req = world.arrive([*prompt(100), 1])
+    ended = time.monotonic() + 0.1
+    while time.monotonic() < ended:
+        world.turn(req)
+    assert world.borrower.private_tokens == 96
+    assert req.bootstrap_room in world.borrower.reading, "decode keeps the pages"
+    through.set()
+    world.settle_all()
+    assert req.bootstrap_room not in world.borrower.reading
+    world.check()
 
 
 def test_nothing_is_read_for_a_call_that_decode_has_given_up() -> None:

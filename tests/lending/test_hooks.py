@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, TransferI
 from sglang_basin.config import BasinConfig
 from sglang_basin.engine import hooks
 from sglang_basin.engine.metrics import counts, metrics
-from sglang_basin.lending import decode, prefill
+from sglang_basin.lending import borrower, decode, prefill
 from sglang_basin.lending.pages import MARK, pack, unpack
 
 
@@ -169,6 +169,22 @@ def test_a_fault_switches_lending_off_and_calls_go_on(world: World, monkeypatch:
     assert asked == [96], "the slots on their way are no leak"
     run(world, flowing)
     world.transport.release()
+
+
+def test_a_fault_as_a_part_begins_leaks_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang ends a server whose pool does not add up."""
+    world.decode.cache(prompt(100))
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(borrower.Plan, "of", broken)
+    assert prefill.finalize(lambda self, req: True, SimpleNamespace(), world.arrive([*prompt(100), 1]))
+    assert prefill._borrower is None
+    lost: list[int] = []
+    prefill.count_private(lambda self, ps, uncached: lost.append(uncached), SimpleNamespace(), None)
+    assert world.prefill.accounted_tokens + lost[0] == world.prefill.allocator.size
+    assert lost == [96]
 
 
 def test_the_cache_is_not_flushed_under_a_read(world: World) -> None:

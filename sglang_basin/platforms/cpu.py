@@ -107,6 +107,27 @@ def _plain(options: dict[str, Any], *, causal: bool) -> bool:
     )
 
 
+IDLE_POLL_MS = 100
+
+
+class _Waiting:
+    """A watchdog that is fed once something has come to `socket`, or now and then."""
+
+    def __init__(self, watchdog: Any, socket: Any) -> None:
+        self._watchdog = watchdog
+        self._socket = socket
+
+    def feed(self) -> None:
+        self._socket.poll(IDLE_POLL_MS)
+        self._watchdog.feed()
+
+
+def _wait_for_requests(original: Callable[[Any], None], controller: Any) -> None:
+    """The data-parallel controller feeds its watchdog before each look at its socket, which is where it can wait."""
+    controller.soft_watchdog = _Waiting(controller.soft_watchdog, controller.recv_from_tokenizer)
+    original(controller)
+
+
 @dataclass(frozen=True)
 class Hook:
     """One function put around an upstream one, and why no flag or extension point reaches it."""
@@ -131,6 +152,12 @@ HOOKS: Sequence[Hook] = (
         _decode,
         HookType.AROUND,
         "copies each KV head once per query head, most of a decode step's time",
+    ),
+    Hook(
+        "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
+        _wait_for_requests,
+        HookType.AROUND,
+        "spins on a whole core, which the ranks' own processes need; --sleep-on-idle is for these only",
     ),
 )
 

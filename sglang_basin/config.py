@@ -294,7 +294,8 @@ OPTIONS: tuple[Option, ...] = (
         parse=int,
         types=(int,),
         default=1000,
-        help="prefill's control channel listens at its bootstrap port plus this; the same on prefill and decode",
+        help="prefill's control channel listens at its bootstrap port plus this, that of each further data-parallel "
+        "rank one port higher; the same on prefill and decode",
         why="decode then finds it from the bootstrap address that each request carries, without any directory",
         check=_between(1, 50000),
     ),

@@ -117,6 +117,8 @@ class Status(msgspec.Struct, kw_only=True):
     """One scheduler's: a server has one, or one a data-parallel rank."""
 
     role: Literal["prefill", "decode", "unified"]
+    dp_rank: Count = 0
+    dp_ranks: Count = 1
     gate: Literal["on", "failed", "absent"]
     """`failed`: after a fault all calls go on as in stock SGLang until a restart."""
     uptime_s: float

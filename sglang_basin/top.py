@@ -118,6 +118,8 @@ def _engine(seen: Seen, sessions: int) -> Panel:
 
 def _state(state: Status, sessions: int) -> list[RenderableType]:
     parts: list[RenderableType] = []
+    if state.dp_ranks > 1:
+        parts.append(Text(f"data-parallel rank {state.dp_rank} of {state.dp_ranks}", style="bold"))
     if state.gate != "on":
         parts.append(Text(f"The gate is {state.gate}: calls go on as in stock SGLang", style="bold red"))
     if state.door is not None:

@@ -50,9 +50,16 @@ def chunks(response: requests.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
+def loads(url: str) -> list[dict[str, Any]]:
+    """What SGLang says of one engine's queues and pool, of each data-parallel rank. Unlike the gauges on /metrics it is
+    of this very moment."""
+    return requests.get(url + "/v1/loads", timeout=20).json()["loads"]
+
+
 def load(url: str) -> dict[str, Any]:
-    """What SGLang says of one engine's queues and pool. Unlike the gauges on /metrics it is of this very moment."""
-    return requests.get(url + "/v1/loads", timeout=20).json()["loads"][0]
+    """The same of an engine with one rank."""
+    (only,) = loads(url)
+    return only
 
 
 def in_bootstrap(stack: Stack) -> int:
@@ -71,9 +78,10 @@ def reserved(stack: Stack) -> int:
 
 def inside(url: str) -> int:
     """Calls that run or wait anywhere in one engine's SGLang."""
-    now = load(url)
-    sending = now["disaggregation"]["prefill_inflight_queue_reqs"]
-    return now["num_running_reqs"] + now["num_waiting_reqs"] + sending
+    return sum(
+        now["num_running_reqs"] + now["num_waiting_reqs"] + now["disaggregation"]["prefill_inflight_queue_reqs"]
+        for now in loads(url)
+    )
 
 
 def calls_inside(stack: Stack) -> tuple[int, int]:
@@ -81,33 +89,32 @@ def calls_inside(stack: Stack) -> tuple[int, int]:
     return inside(stack.prefill_url), inside(stack.decode_url)
 
 
-def gate(url: str) -> Status:
-    """What Basin says of one engine at this very moment; its metrics are up to a second old."""
-    (state,) = decode_report(requests.get(url + "/basin/status", timeout=20).content).states
-    return state
+def gates(url: str) -> list[Status]:
+    """What Basin says of one engine, of each of its data-parallel ranks, at this very moment or half a second ago; its
+    metrics are up to a second old."""
+    return decode_report(requests.get(url + "/basin/status", timeout=20).content).states
 
 
-def door(stack: Stack) -> DoorFigures:
-    figures = gate(stack.prefill_url).door
-    assert figures is not None
+def doors(stack: Stack) -> list[DoorFigures]:
+    figures = [state.door for state in gates(stack.prefill_url) if state.door is not None]
+    assert figures
     return figures
 
 
 def live_sessions(stack: Stack) -> int:
-    return door(stack).live_sessions
+    return sum(door.live_sessions for door in doors(stack))
 
 
 def at_the_door(stack: Stack) -> int:
     """Sessions and calls that wait on either side."""
-    here = door(stack)
-    return here.queued_sessions + here.held_calls + gate(stack.decode_url).held_calls
+    waiting = sum(door.queued_sessions + door.held_calls for door in doors(stack))
+    return waiting + sum(state.held_calls for state in gates(stack.decode_url))
 
 
 def at_rest(stack: Stack) -> bool:
     """Whether the engines hold no call, no transfer and no session."""
-    here = door(stack)
     return (
-        here.live_sessions == here.working_set_tokens == here.reserved_tokens == 0
+        all(door.live_sessions == door.working_set_tokens == door.reserved_tokens == 0 for door in doors(stack))
         and at_the_door(stack) == 0
         and calls_inside(stack) == (0, 0)
         and stack.metric("prefill", "basin_rooms") == 0
@@ -118,7 +125,8 @@ def pools_are_whole(stack: Stack) -> bool:
     """Whether every token of both KV pools is free once the caches are flushed, which SGLang does only when idle."""
 
     def whole(url: str) -> bool:
-        return requests.post(url + "/flush_cache", timeout=20).ok and load(url)["num_used_tokens"] == 0
+        flushed = requests.post(url + "/flush_cache", timeout=20).ok
+        return flushed and all(now["num_used_tokens"] == 0 for now in loads(url))
 
     stack.until(lambda: whole(stack.prefill_url) and whole(stack.decode_url), "both KV pools are whole", 20)
     return True

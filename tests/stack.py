@@ -91,6 +91,7 @@ def running(
     decode: int = 1,
     arguments: tuple[str, ...] = (),
     prefill_arguments: tuple[str, ...] = (),
+    decode_arguments: tuple[str, ...] = (),
 ) -> Iterator[Stack]:
     """A node of the test model, torn down by process group whatever happens."""
     options = NodeOptions(
@@ -99,6 +100,7 @@ def running(
         config=config,
         engine_arguments=(*ENGINE_ARGUMENTS, *arguments),
         prefill_arguments=prefill_arguments,
+        decode_arguments=decode_arguments,
         port=0,
         log_dir=LOGS / name,
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -116,6 +117,11 @@ def run(*argv: str, terminal: bool = False, sleeps: int = 0) -> tuple[int, str]:
     return top.main(argv, console, sleep), out.getvalue()
 
 
+def run_once(*states: Status) -> str:
+    with serving(report(*states)) as url:
+        return run("--once", url)[1]
+
+
 def test_one_look_shows_door_cache_control_and_the_largest_sessions() -> None:
     with serving(report(prefill())) as url:
         code, shown = run("--once", "--sessions", "4", url)
@@ -134,6 +140,14 @@ def test_one_look_shows_door_cache_control_and_the_largest_sessions() -> None:
         assert piece in shown, shown
     assert "shed" not in shown
     assert "agent-5" not in shown
+
+
+def test_ranks_of_one_server_are_told_apart() -> None:
+    ranks = [msgspec.structs.replace(prefill(), dp_rank=rank, dp_ranks=2) for rank in (0, 1)]
+    shown = run_once(*ranks)
+    assert shown.count("data-parallel rank") == 2
+    assert "data-parallel rank 1 of 2" in shown
+    assert "rank" not in run_once(prefill())
 
 
 def test_a_gate_that_gave_up_and_its_faults_stand_out() -> None:

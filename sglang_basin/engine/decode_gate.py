@@ -4,6 +4,9 @@ Holding on prefill alone would let decode reserve memory for a call that waits a
 verdict brings the session's priority; once a session has entered, its further calls pass here without a
 question. A door that does not answer within the patience is taken for gone: the call goes on, further ones go on at
 once until the door is heard again, and SGLang's own handling of a dead prefill applies.
+
+A prefill instance with several data-parallel ranks has as many doors. All are asked; the one that has the call's other
+leg answers, which tells this side where that is.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any
 from sglang_basin.config import BasinConfig
 from sglang_basin.engine import messages
 from sglang_basin.engine.answers import Answer, drop, refuse, scheduler_answer
-from sglang_basin.engine.control import DecodeEnd, address
+from sglang_basin.engine.control import DecodeEnd
+from sglang_basin.engine.doors import Doors
 from sglang_basin.engine.figures import cache_figures, control_figures
 from sglang_basin.engine.finals import FinalAnswers
 from sglang_basin.engine.identity import Stamp, stamp_of
@@ -50,7 +54,9 @@ class _Held:
     """None while only prefill knows whose call it is, by its prompt."""
     conversation: str | None
     """Of such a call: by what name this gate will know its next one."""
-    peer: str
+    instance: str
+    doors: tuple[str, ...]
+    """That were asked."""
     since_s: float
     asked_s: float
     unanswered_s: float | None
@@ -61,6 +67,7 @@ class _Held:
 class _Entered:
     """A session that prefill let in."""
 
+    door: str
     last_call_s: float
     priority_ms: int
 
@@ -69,13 +76,15 @@ class _Entered:
 class _Inside:
     """A call inside SGLang, to be reported when it leaves."""
 
-    peer: str
+    doors: tuple[str, ...]
+    """The one that let it in, or all that it may belong to."""
     room: int
     offered_tools: bool
 
 
 class DecodeGate:
-    """Holds calls of unknown sessions until prefill's verdict. One per decode instance, on rank 0."""
+    """Holds calls of unknown sessions until prefill's verdict. One per decode instance, on rank 0, or one for each of
+    its data-parallel ranks."""
 
     def __init__(
         self,
@@ -100,6 +109,7 @@ class DecodeGate:
         self._answer = answer
         self._turn = Turn()
         self._default_bootstrap_port = default_bootstrap_port
+        self._doors = Doors(control_port_offset)
         self._control_port_offset = control_port_offset
         self._idle_timeout_s = idle_timeout_s
         self._max_sessions = max_sessions
@@ -107,7 +117,7 @@ class DecodeGate:
         self._watch = watch
         self._lendable = lendable
         self._kept = kept
-        self._heard_s: dict[str, float] = {}  # prefill -> when its last message came
+        self._heard_s: dict[str, float] = {}  # door -> when its last message came
         self._silent: set[str] = set()  # prefill instances that let the patience run out and were not heard since
         self._by_prompt = by_prompt
         self._names: OrderedDict[str, tuple[str, str]] = OrderedDict()  # conversation -> (prefill, its name there)
@@ -116,7 +126,7 @@ class DecodeGate:
         self._held: dict[int, _Held] = {}  # by bootstrap room
         self._entered: OrderedDict[tuple[str, str], _Entered] = (
             OrderedDict()
-        )  # by (prefill, session), oldest call first
+        )  # by (prefill instance, session), oldest call first
         self._inside: dict[str, _Inside] = {}  # by rid
         self._next_report_s = 0.0
         self._next_show_s = 0.0
@@ -153,10 +163,10 @@ class DecodeGate:
     def pass_on(self, requests: list[Any]) -> list[Any]:
         now_s = self._clock()
         self._turn.begin(requests)
-        for peer in self._control.renewed():
-            self._forget_sessions(peer)
-        for peer, message in self._control.receive():
-            self._hear(peer, message, now_s)
+        for door in self._control.renewed():
+            self._forget_sessions(door)
+        for door, message in self._control.receive():
+            self._hear(door, message, now_s)
         self._turn.judge_all(lambda request: self._take(request, now_s))
         if self._held:
             self._ask_again(now_s)
@@ -175,7 +185,7 @@ class DecodeGate:
             output_tokens = len(getattr(request, "output_ids", None) or ())
             final, answered = self._is_final(request, call), not failed(request)
             kept_tokens = self._kept(request) if answered else 0
-            self._control.send(call.peer, messages.Left(call.room, output_tokens, final, answered, kept_tokens))
+            self._send(call.doors, messages.Left(call.room, output_tokens, final, answered, kept_tokens))
             self._note_left(call.room, answered=answered)
 
     def describe(self, status: Status) -> None:
@@ -188,7 +198,7 @@ class DecodeGate:
 
     def _control_figures(self, now_s: float) -> ControlFigures:
         unanswered = sum(waiting.unanswered_s is not None for waiting in self._held.values())
-        return control_figures(None, {peer: self._heard_s.get(peer) for peer in self._control.peers}, unanswered, now_s)
+        return control_figures(None, {door: self._heard_s.get(door) for door in self._control.peers}, unanswered, now_s)
 
     def post(self, peer: str, message: messages.FromDecode) -> bool:
         return self._control.send(peer, message)
@@ -219,35 +229,37 @@ class DecodeGate:
             request.priority = self._priorities.stamp(now_s)
             self._turn.go_on(request)
             return
-        bootstrap_port = request.bootstrap_port or self._default_bootstrap_port
-        peer = address(request.bootstrap_host, bootstrap_port + self._control_port_offset)
+        instance = self._doors.instance(request.bootstrap_host, request.bootstrap_port or self._default_bootstrap_port)
+        doors = self._doors.of(instance)
+        if (rank := request.disagg_prefill_dp_rank) is not None and 0 <= rank < len(doors):
+            doors = (doors[rank],)  # the router's or the client's choice
         room = request.bootstrap_room
         conversation = None
         if session_id is None:
-            conversation, session_id = self._infer(request, stamp, peer)
-        entered = self._entered.get((peer, session_id)) if session_id is not None else None
-        if session_id is not None and entered is not None:
+            conversation, session_id = self._infer(request, stamp, instance)
+        entered = self._entered.get((instance, session_id)) if session_id is not None else None
+        if session_id is not None and entered is not None and entered.door in doors:
             metrics().decisions.labels("admit", Reason.LIVE_SESSION.value).inc()
-            self._enter(request, peer, session_id, entered.priority_ms, now_s)
+            self._enter(request, entered.door, session_id, entered.priority_ms, now_s)
             return
-        self._control.send(peer, messages.Ask(room))
-        if peer in self._silent:  # the question asks for a sign of life alone
+        self._send(doors, messages.Ask(room))
+        if instance in self._silent:  # the question asks for a sign of life alone
             metrics().decisions.labels("admit", Reason.NO_ANSWER.value).inc()
-            self._let_on(request, peer, self._priorities.stamp(now_s))
+            self._let_on(request, doors, self._priorities.stamp(now_s))
         else:
-            self._held[room] = _Held(request, session_id, conversation, peer, now_s, now_s, now_s)
+            self._held[room] = _Held(request, session_id, conversation, instance, doors, now_s, now_s, now_s)
 
-    def _infer(self, request: TokenizedGenerateReqInput, stamp: Stamp, peer: str) -> tuple[str | None, str | None]:
+    def _infer(self, request: TokenizedGenerateReqInput, stamp: Stamp, instance: str) -> tuple[str | None, str | None]:
         """The conversation that an unnamed call belongs to, as this gate sees it, and its session's name on prefill."""
         assert self._by_prompt is not None
         conversation = self._by_prompt.session_of(str(request.bootstrap_room), request, stamp)
-        if conversation is None or (known := self._names.get(conversation)) is None or known[0] != peer:
+        if conversation is None or (known := self._names.get(conversation)) is None or known[0] != instance:
             return conversation, None
         self._names.move_to_end(conversation)
         return conversation, known[1]
 
-    def _learn(self, conversation: str, peer: str, session_id: str) -> None:
-        self._names[conversation] = (peer, session_id)
+    def _learn(self, conversation: str, instance: str, session_id: str) -> None:
+        self._names[conversation] = (instance, session_id)
         self._names.move_to_end(conversation)
         if len(self._names) > self._max_sessions:
             self._names.popitem(last=False)
@@ -256,23 +268,36 @@ class DecodeGate:
         if self._by_prompt is not None:
             self._by_prompt.left(str(room), None, answered=answered)
 
-    def _enter(self, request: Any, peer: str, session_id: str, priority_ms: int, now_s: float) -> None:
-        self._entered[peer, session_id] = _Entered(now_s, priority_ms)
-        self._entered.move_to_end((peer, session_id))
+    def _enter(self, request: Any, door: str, session_id: str, priority_ms: int, now_s: float) -> None:
+        known = self._doors.instance_of(door), session_id
+        self._entered[known] = _Entered(door, now_s, priority_ms)
+        self._entered.move_to_end(known)
         while len(self._entered) > self._max_sessions:
             self._entered.popitem(last=False)
-        self._let_on(request, peer, priority_ms)
+        self._let_on(request, (door,), priority_ms)
 
-    def _let_on(self, request: Any, peer: str, priority_ms: int) -> None:
+    def _let_on(self, request: Any, doors: tuple[str, ...], priority_ms: int) -> None:
         request.priority = priority_ms
-        self._inside[request.rid] = _Inside(peer, request.bootstrap_room, stamp_of(request).tools)
+        if len(doors) == 1 and (rank := self._doors.rank_of(doors[0])) is not None:
+            request.disagg_prefill_dp_rank = rank
+        self._inside[request.rid] = _Inside(doors, request.bootstrap_room, stamp_of(request).tools)
         self._turn.go_on(request)
 
-    def _forget_sessions(self, peer: str) -> None:
-        """The connection to a prefill instance was broken and stands again: the door may be a new one, and what the old
-        one said meanwhile is lost. So its sessions are asked about again."""
-        for known in [known for known in self._entered if known[0] == peer]:
+    def _send(self, doors: tuple[str, ...], message: messages.FromDecode) -> None:
+        for door in doors:
+            self._control.send(door, message)
+
+    def _forget_sessions(self, door: str) -> None:
+        """The connection to a door was broken and stands again: the door may be a new one, and what the old one said
+        meanwhile is lost. So its sessions are asked about again, and of the first door all of its instance."""
+        instance = self._doors.instance_of(door)
+        gone = [
+            known for known, entered in self._entered.items() if entered.door == door or (known[0] == instance == door)
+        ]
+        for known in gone:
             del self._entered[known]
+        if door == instance:
+            self._doors.count(instance, 1)  # until it says otherwise
 
     def _is_final(self, request: Any, call: _Inside) -> bool:
         try:
@@ -285,27 +310,32 @@ class DecodeGate:
         for room, waiting in [item for item in self._held.items() if aborts(abort, item[1].request.rid)]:
             del self._held[room]
             drop(self._answer, waiting.request)
-            self._control.send(waiting.peer, messages.Left(room, 0))
+            self._send(waiting.doors, messages.Left(room, 0))
             self._note_left(room, answered=False)
 
     # How prefill is heard and asked.
 
-    def _hear(self, peer: str, message: messages.FromPrefill, now_s: float) -> None:
-        self._heard_s[peer] = now_s
-        self._silent.discard(peer)
+    def _hear(self, door: str, message: messages.FromPrefill, now_s: float) -> None:
+        instance = self._doors.instance_of(door)
+        self._heard_s[door] = now_s
+        self._silent.discard(instance)
+        if isinstance(message, messages.Ranks):
+            self._ask_further(instance, message.count)
+            return
         if isinstance(message, messages.Ended):
             for session_id in message.session_ids:
-                self._entered.pop((peer, session_id), None)
+                if self._entered_by(door, session_id) is not None:
+                    del self._entered[instance, session_id]
             return
         if isinstance(message, messages.Reorder):
-            if (entered := self._entered.get((peer, message.session_id))) is not None:
+            if (entered := self._entered_by(door, message.session_id)) is not None:
                 entered.priority_ms = message.priority_ms
             return
         if isinstance(message, messages.Borrow | messages.Return):
-            self._turn.go_on(ForRanks(peer, message))
+            self._turn.go_on(ForRanks(door, message))
             return
         waiting = self._held.get(message.room)
-        if waiting is None or waiting.peer != peer:
+        if waiting is None or door not in waiting.doors:
             return
         if isinstance(message, messages.Wait):
             waiting.unanswered_s = None
@@ -316,46 +346,60 @@ class DecodeGate:
             metrics().decisions.labels("admit", Reason.ENTERED.value).inc()
             session_id = waiting.session_id if message.session_id is None else message.session_id
             if waiting.conversation is not None and message.session_id is not None:
-                self._learn(waiting.conversation, peer, message.session_id)
+                self._learn(waiting.conversation, instance, message.session_id)
             if session_id is None:
-                self._let_on(waiting.request, peer, message.priority_ms)
+                self._let_on(waiting.request, (door,), message.priority_ms)
             else:
-                self._enter(waiting.request, peer, session_id, message.priority_ms, now_s)
+                self._enter(waiting.request, door, session_id, message.priority_ms, now_s)
         else:
             self._note_left(message.room, answered=False)
             metrics().decisions.labels("refuse", message.reason.value).inc()
             refuse(self._answer, waiting.request, message.reason, message.retry_after_s)
+
+    def _entered_by(self, door: str, session_id: str) -> _Entered | None:
+        entered = self._entered.get((self._doors.instance_of(door), session_id))
+        return entered if entered is not None and entered.door == door else None
+
+    def _ask_further(self, instance: str, ranks: int) -> None:
+        """There are more doors than were known: one of them may have the calls that wait."""
+        self._doors.count(instance, ranks)
+        doors = self._doors.of(instance)
+        for room, waiting in self._held.items():
+            if waiting.instance == instance and len(waiting.doors) < len(doors):
+                self._send(tuple(door for door in doors if door not in waiting.doors), messages.Ask(room))
+                waiting.doors = doors
 
     def _ask_again(self, now_s: float) -> None:
         for room, waiting in list(self._held.items()):
             if waiting.unanswered_s is not None and now_s - waiting.unanswered_s > PATIENCE_S:
                 del self._held[room]
                 metrics().decisions.labels("admit", Reason.NO_ANSWER.value).inc()
-                log.warning("Basin: no answer from %s for %.0f s; the call goes on", waiting.peer, PATIENCE_S)
-                if self._heard_s.get(waiting.peer, -math.inf) < waiting.unanswered_s:
-                    self._silent.add(waiting.peer)
-                self._let_on(waiting.request, waiting.peer, self._priorities.stamp(waiting.since_s))
+                log.warning("Basin: no answer from %s for %.0f s; the call goes on", waiting.instance, PATIENCE_S)
+                if max(self._heard_s.get(door, -math.inf) for door in waiting.doors) < waiting.unanswered_s:
+                    self._silent.add(waiting.instance)
+                self._let_on(waiting.request, waiting.doors, self._priorities.stamp(waiting.since_s))
             elif now_s - waiting.asked_s > ASK_AGAIN_S:
                 waiting.asked_s = now_s
                 waiting.unanswered_s = now_s if waiting.unanswered_s is None else waiting.unanswered_s
-                self._control.send(waiting.peer, messages.Ask(room))
+                self._send(waiting.doors, messages.Ask(room))
 
     def _report_lendable(self) -> None:
-        """Once a second, to each prefill instance its part: each guards a cache of its own."""
+        """Once a second, to each door its part: each guards a cache of its own."""
         if self._lendable is None:
             return
-        peers = list(self._control.peers)
-        for peer in peers:
-            self._control.send(peer, messages.Lends(self._lendable() // len(peers)))
+        doors = self._control.peers
+        for door in doors:
+            self._control.send(door, messages.Lends(self._lendable() // len(doors)))
 
     def _report_running(self, now_s: float) -> None:
         self._next_report_s = now_s + REPORT_RUNNING_S
         rooms: dict[str, list[int]] = {}
         for call in self._inside.values():
-            rooms.setdefault(call.peer, []).append(call.room)
-        for peer, running in rooms.items():
+            for door in call.doors:
+                rooms.setdefault(door, []).append(call.room)
+        for door, running in rooms.items():
             for start in range(0, len(running), messages.ROOMS_PER_MESSAGE):
-                self._control.send(peer, messages.Running(running[start : start + messages.ROOMS_PER_MESSAGE]))
+                self._control.send(door, messages.Running(running[start : start + messages.ROOMS_PER_MESSAGE]))
         while self._entered and now_s - next(iter(self._entered.values())).last_call_s > self._idle_timeout_s:
             self._entered.popitem(last=False)
 

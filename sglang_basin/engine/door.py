@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_basin.config import BasinConfig, ConfigError
 from sglang_basin.engine.metrics import fault
+from sglang_basin.engine.ranks import ONLY_RANK, Rank
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.pausing import PauseSettings
@@ -20,9 +21,11 @@ from sglang_basin.predictor.deployed import DeployedPredictor
 from sglang_basin.predictor.model_file import ModelFileError, default_model_path
 
 
-def door_for(config: BasinConfig, capacity_tokens: int, predictor: PeakPredictor) -> Door | RecordedDoor:
-    """Build the door. `capacity_tokens` is what the cache holds at most. Raises ConfigError for a recording that cannot
-    be written."""
+def door_for(
+    config: BasinConfig, capacity_tokens: int, predictor: PeakPredictor, rank: Rank = ONLY_RANK
+) -> Door | RecordedDoor:
+    """Build the door of a data-parallel rank. `capacity_tokens` is what its cache holds at most. Raises ConfigError for
+    a recording that cannot be written."""
     watches = config.admission == "off"
     door = Door(
         DoorSettings(
@@ -47,15 +50,16 @@ def door_for(config: BasinConfig, capacity_tokens: int, predictor: PeakPredictor
         shedding=SheddingSettings(enabled=config.shedding == "on", head_wait_s=config.shed_wait_s),
         pausing=PauseSettings() if config.pausing == "on" and not watches else None,
     )
-    return door if config.record is None else RecordedDoor(door, recording(config.record))
+    return door if config.record is None else RecordedDoor(door, recording(rank.file(config.record)))
 
 
-def predictor_for(config: BasinConfig) -> DeployedPredictor:
+def predictor_for(config: BasinConfig, rank: Rank = ONLY_RANK) -> DeployedPredictor:
     """Load the model and open the session log. Raises ConfigError naming the option when one of them cannot be used."""
     named = {"seen": None, "trained": default_model_path()}
     model = named[config.predictor] if config.predictor in named else Path(config.predictor)
+    session_log = None if config.session_log is None else Path(rank.file(config.session_log))
     try:
-        return DeployedPredictor.from_files(model, None if config.session_log is None else Path(config.session_log))
+        return DeployedPredictor.from_files(model, session_log)
     except ModelFileError as error:
         raise ConfigError(f"--basin-predictor {config.predictor}: {error}") from None
     except OSError as error:

@@ -150,22 +150,13 @@ REFUSED: tuple[Refused, ...] = (
         why="an encoder has no KV cache to guard",
     ),
     Refused(
-        flag="--dp-size",
-        field="dp_size",
-        parse=int,
-        accepts=lambda value: value in (None, 1),
-        needs="1",
-        why="SGLang 0.5.23 takes every replica of a prefill server for rank 0 when KV is handed over, so that calls of "
-        "the other ones fail, and the control channel knows one door per prefill server so far",
-        aliases=("--data-parallel-size",),
-    ),
-    Refused(
         flag="--attn-dp-size",
         field="attn_dp_size",
         parse=int,
         accepts=lambda value: value in (None, 1),
         needs="1",
-        why="each attention group has a cache of its own, and the control channel knows one door per prefill server",
+        why="groups of attention have not been run with Basin yet; replicas of the whole model have (--dp-size without "
+        "--enable-dp-attention)",
         aliases=("--attention-data-parallel-size",),
     ),
 )
@@ -182,6 +173,12 @@ RAISED: tuple[Raised, ...] = (
         why="decode waits this long for prefill's KV, which may hold the call at the door",
     ),
 )
+
+
+QUERY_RANK = "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK"
+QUERY_RANK_WHY = "a session stays on one data-parallel rank of prefill, so a call's room does not tell which"
+
+_TRUE = ("1", "true", "yes", "y")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +227,11 @@ def prepare(config: BasinConfig, arguments: Sequence[str], environ: Mapping[str,
             settings.notes.append(f"{needed.flag}: {needed.why}")
     for raised in RAISED:
         _raise_timeout(raised, config, environ, settings)
+    if environ.get(QUERY_RANK, "1").lower() not in _TRUE:
+        raise FlagConflict(f"{QUERY_RANK}={environ[QUERY_RANK]} conflicts with --basin-* (unset it): {QUERY_RANK_WHY}")
+    if QUERY_RANK not in environ:
+        settings.environment[QUERY_RANK] = "1"
+        settings.notes.append(f"{QUERY_RANK}=1: {QUERY_RANK_WHY}")
     return settings
 
 
@@ -245,6 +247,30 @@ def check_record(config: BasinConfig, server_args: object) -> None:
     for needed in NEEDED:
         if needed.when(config, mode) and not getattr(server_args, needed.field, False):
             raise FlagConflict(f"{needed.flag} is off, but --basin-* needs it: {needed.why}")
+    _check_ranks(config, server_args)
+
+
+def _check_ranks(config: BasinConfig, server_args: object) -> None:
+    """Raises FlagConflict for what does not go with several data-parallel ranks. SGLang has turned the older spelling
+    `--dp-size N --enable-dp-attention` into `--attn-dp-size N` by now."""
+    ranks = getattr(server_args, "dp_size", 1)
+    if ranks == 1:
+        return
+    several = f"--dp-size {ranks}"
+    if getattr(server_args, "nnodes", 1) > 1:
+        raise FlagConflict(
+            f"{several} conflicts with --nnodes above 1 under --basin-*: decode looks for all ranks' doors at one host"
+            "; start one server a node"
+        )
+    if getattr(server_args, "elastic_ep_backend", None) is not None:
+        raise FlagConflict(
+            f"{several} conflicts with --elastic-ep-backend under --basin-*: ranks that join or leave would take their "
+            "sessions and doors with them; leave it unset"
+        )
+    if config.lending == "on":
+        raise FlagConflict(
+            f"{several} conflicts with --basin-lending on: lending has not been tried with several ranks; leave one out"
+        )
 
 
 def _wrong_mode(mode: str | None) -> str:
@@ -274,7 +300,7 @@ def _refusal(refused: Refused, spelled: str, value: object) -> str:
 
 
 def _refuse_environment(environ: Mapping[str, str]) -> None:
-    if environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
+    if environ.get("SGLANG_RUST_SERVER", "").lower() in _TRUE:
         raise FlagConflict(
             "SGLANG_RUST_SERVER conflicts with --basin-* (unset it): requests then bypass the tokenizer manager, "
             "where Basin reads the session"

@@ -1,8 +1,9 @@
 """The hooks' own code in the scheduler: where requests come in, where calls leave, and the fall-back to stock.
 
-Everything here runs in the scheduler's thread. On rank 0 (the first rank of tensor and context parallelism) `pull`
-sees requests before they are broadcast, so all ranks get one order. The gate proper is `PrefillGate` or `DecodeGate`;
-should it ever raise, this module lets go of every held call, counts the fault and leaves SGLang alone from then on.
+Everything here runs in the scheduler's thread. On rank 0 (the first of tensor and context parallelism; each
+data-parallel rank has one) `pull` sees requests before they are broadcast, so all ranks get one order. The gate proper
+is `PrefillGate` or `DecodeGate`; should it ever raise, this module lets go of every held call, counts the fault and
+leaves SGLang alone from then on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from sglang_basin.config import BasinConfig
-from sglang_basin.engine.metrics import fault, log, metrics
+from sglang_basin.engine.metrics import fault, label_rank, log, metrics
+from sglang_basin.engine.ranks import Rank
 from sglang_basin.engine.rooms import DroppedRooms, RoomTables
 from sglang_basin.status import Status
 
@@ -80,6 +82,9 @@ def attach(result: Any, self: Any) -> None:
         raise RuntimeError("Basin's hooks are in place but its configuration is gone from the environment")
     if wrong := hooks.unapplied(hooks.needed(config)):
         raise RuntimeError(stop_message(wrong))
+    rank = Rank.here()
+    if rank.count > 1:
+        label_rank(rank.own)
     role = self.disaggregation_mode.value
     parallel = get_parallel()
     first_rank = parallel.pp_rank == parallel.attn_tp_rank == parallel.attn_cp_rank == 0

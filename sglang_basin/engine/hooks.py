@@ -116,6 +116,20 @@ HOOKS: tuple[Hook, ...] = (
         why="a series per priority would grow without end; the totals stay",
     ),
     Hook(
+        target="sglang.srt.managers.data_parallel_controller.DataParallelController.dispatching_with_trace",
+        kind="before",
+        function="sglang_basin.engine.ranks:keep_on_rank",
+        parameters=("self", "req", "refresh_load_budget"),
+        why="every call passes here on its way to a data-parallel rank; no load balance method keeps sessions together",
+    ),
+    Hook(
+        target="sglang.srt.disaggregation.common.conn.CommonKVSender._register_prefill_dp_rank",
+        kind="around",
+        function="sglang_basin.engine.ranks:register_rank",
+        parameters=("self",),
+        why="upstream registers rank 0 for the calls of each replica, and has the scheduler wait meanwhile",
+    ),
+    Hook(
         target=f"{_SCHEDULER}.get_internal_state",
         kind="around",
         function="sglang_basin.engine.status:report_state",

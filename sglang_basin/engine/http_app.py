@@ -50,7 +50,7 @@ async def _ask_scheduler(tokenizer_manager: Any) -> list[Any]:
 
     tokenizer_manager.auto_create_handle_loop()
     answers = await tokenizer_manager.get_internal_state_communicator(GetInternalStateReq(rid=STATUS_RID))
-    return [answer.internal_state["basin"] for answer in answers]
+    return sorted((answer.internal_state["basin"] for answer in answers), key=lambda state: state["dp_rank"])
 
 
 class Reporter:

@@ -39,7 +39,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
     """Decode holds the call of `room`: may it go on? Asked again while it waits, for a sign of life. All that is to be
-    known about the call comes to prefill with its own leg; a room that prefill does not know gets no answer."""
+    known about the call comes to prefill with its own leg; a room that prefill does not know gets no answer. Of several
+    data-parallel ranks all are asked, and one knows."""
 
     room: Room
 
@@ -60,6 +61,12 @@ class Running(msgspec.Struct, tag="running", array_like=True, frozen=True):
     """These calls still run on decode; their sessions are not idle."""
 
     rooms: Annotated[list[Room], msgspec.Meta(max_length=ROOMS_PER_MESSAGE)]
+
+
+class Ranks(msgspec.Struct, tag="ranks", array_like=True, frozen=True):
+    """This prefill instance has so many data-parallel ranks, each with a door. A door says so when first asked."""
+
+    count: Annotated[int, msgspec.Meta(ge=2, le=256)]
 
 
 class Enter(msgspec.Struct, tag="enter", array_like=True, frozen=True):
@@ -136,7 +143,7 @@ class Lease(msgspec.Struct, tag="lease", array_like=True, frozen=True):
 
 
 FromDecode = Ask | Left | Running | Lends | Lease
-FromPrefill = Enter | Reorder | Wait | Turned | Ended | Borrow | Return
+FromPrefill = Ranks | Enter | Reorder | Wait | Turned | Ended | Borrow | Return
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_decode = msgspec.msgpack.Decoder(FromDecode).decode

@@ -26,6 +26,13 @@ SHOW_EVERY_S = 1.0
 
 _seen_faults: set[str] = set()
 _shown_failures: dict[str, int] = {}
+_rank_labels: dict[str, str] = {}
+
+
+def label_rank(rank: int) -> None:
+    """This process is one of several data-parallel ranks: its gauges say which. Counters and histograms of all ranks
+    add up. Call it before the first use of `metrics`."""
+    _rank_labels["dp_rank"] = str(rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,8 @@ class _Row:
         if self.kind == "counter":
             return Counter(self.name, self.text, self.labels)
         if self.kind == "gauge":
-            return Gauge(self.name, self.text, self.labels, multiprocess_mode="mostrecent")
+            gauge = Gauge(self.name, self.text, tuple(_rank_labels), multiprocess_mode="mostrecent")
+            return gauge.labels(**_rank_labels) if _rank_labels else gauge
         return Histogram(self.name, self.text, self.labels, buckets=self.buckets)
 
 

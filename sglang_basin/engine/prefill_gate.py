@@ -34,6 +34,7 @@ from sglang_basin.engine.metrics import (
 )
 from sglang_basin.engine.priorities import PriorityClock
 from sglang_basin.engine.prompt_sessions import PromptSessions
+from sglang_basin.engine.ranks import ONLY_RANK, Rank
 from sglang_basin.engine.requests import (
     AbortReq,
     CloseSessionReqInput,
@@ -79,7 +80,8 @@ class _Held:
 
 
 class PrefillGate:
-    """Holds calls of sessions that may not enter yet. One per prefill instance (or unified server), on rank 0."""
+    """Holds calls of sessions that may not enter yet. One per prefill instance (or unified server), on rank 0; with
+    data parallelism one for each data-parallel rank, which knows nothing of the others."""
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class PrefillGate:
         predictor: DeployedPredictor | None = None,
         by_prompt: PromptSessions | None = None,
         copies: Copies | None = None,
+        rank: Rank = ONLY_RANK,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`control` is None for a unified server, which has no decode instances; without a `watch` the budget stays
@@ -105,6 +108,7 @@ class PrefillGate:
         self._predictor = predictor
         self._by_prompt = by_prompt
         self._copies = copies
+        self._rank = rank
         self._turn = Turn()
         self._clock = clock
         self._priorities = PriorityClock(clock)
@@ -125,21 +129,22 @@ class PrefillGate:
         """Build the gate of a live scheduler; binds the control channel. Raises ControlError when it cannot."""
         from sglang.srt.runtime_context import get_disagg
 
+        rank = Rank.here()
         control = None
         if scheduler.disaggregation_mode.value == "prefill":
-            port = get_disagg().disaggregation_bootstrap_port + config.control_port_offset
+            port = get_disagg().disaggregation_bootstrap_port + config.control_port_offset + rank.own
             control = PrefillEnd(config.control_host or scheduler.server_args.host, port)
             if scheduler.idle_sleeper is not None:
                 import zmq
 
                 scheduler.idle_sleeper.poller.register(control.socket, zmq.POLLIN)
-        predictor = predictor_for(config)
-        door = door_for(config, scheduler.max_total_num_tokens, predictor)
-        decisions = None if config.decision_log is None else DecisionLog(Path(config.decision_log))
+        predictor = predictor_for(config, rank)
+        door = door_for(config, scheduler.max_total_num_tokens, predictor, rank)
+        decisions = None if config.decision_log is None else DecisionLog(Path(rank.file(config.decision_log)))
         by_prompt = PromptSessions(config.max_live_sessions, door.runs) if config.infer_sessions == "on" else None
         copies = Copies(config.max_live_sessions) if config.lending == "on" else None
         answer = scheduler_answer(scheduler)
-        return cls(door, control, answer, EngineWatch(scheduler), decisions, predictor, by_prompt, copies)
+        return cls(door, control, answer, EngineWatch(scheduler), decisions, predictor, by_prompt, copies, rank)
 
     def __repr__(self) -> str:
         rule = f"admission by {self.door.law.name} reservation" if self.door.settings.enabled else "admission off"
@@ -339,6 +344,8 @@ class PrefillGate:
     # How decode gates are heard and told.
 
     def _hear(self, peer: bytes, message: messages.FromDecode, now_s: float) -> None:
+        if peer not in self._gates and self._rank.count > 1:
+            self._send(peer, messages.Ranks(self._rank.count))
         self._gates[peer] = now_s
         if isinstance(message, messages.Ask):
             self._asked(peer, message.room, now_s)
@@ -448,7 +455,8 @@ class PrefillGate:
 
     def _control_figures(self, address: str, now_s: float) -> ControlFigures:
         heard_s = {peer.hex(): at_s for peer, at_s in self._gates.items()}
-        return control_figures(address, heard_s, len(self._early), now_s)
+        unanswered = len(self._early) if self._rank.count == 1 else 0  # with several ranks most are other doors' calls
+        return control_figures(address, heard_s, unanswered, now_s)
 
 
 def _remember(kept: OrderedDict[str, T], call: str, what: T) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from sglang_basin.engine import gate
 from sglang_basin.engine.metrics import counts, fault, metrics
+from sglang_basin.engine.ranks import ONLY_RANK, Rank
 from sglang_basin.lending import prefill
 from sglang_basin.status import MAX_PEERS, LenderFigures, Status
 
@@ -28,14 +29,16 @@ def report_state(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
         return original(self, recv_req)
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
-    state = msgspec.to_builtins(status_of(self.disaggregation_mode.value))
+    state = msgspec.to_builtins(status_of(self.disaggregation_mode.value, Rank.here()))
     return GetInternalStateReqOutput(internal_state={"basin": state})
 
 
-def status_of(mode: str) -> Status:
+def status_of(mode: str, rank: Rank = ONLY_RANK) -> Status:
     """This scheduler's state; `mode` is SGLang's disaggregation mode. Does not raise."""
     status = Status(
         role="unified" if mode == "null" else mode,  # type: ignore[arg-type]
+        dp_rank=rank.own,
+        dp_ranks=rank.count,
         gate=gate.condition(),
         uptime_s=round(time.monotonic() - _started_s, 1),
         door=None,

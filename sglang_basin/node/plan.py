@@ -55,12 +55,16 @@ MANAGED = (
 _SIZES = {
     "tp": ("--tp-size", "--tp", "--tensor-parallel-size"),
     "pp": ("--pp-size", "--pp", "--pipeline-parallel-size"),
-    "dp": ("--dp-size", "--data-parallel-size"),
+    "dp": ("--dp-size", "--dp", "--data-parallel-size"),
+    "attn-dp": ("--attn-dp-size", "--attention-data-parallel-size"),
 }
 
 
 SPARE_DECODE_AT = 0.95
 """Behind this a decode begins to make calls wait and to take memory back from running ones."""
+
+_ATTENTION_GROUPS = "--enable-dp-attention"
+"""With it `--dp-size` counts attention's groups, not replicas."""
 
 
 class PlanError(ConfigError):
@@ -69,7 +73,7 @@ class PlanError(ConfigError):
 
 class PortSource(Protocol):
     def take(self, port: int, purpose: str) -> int: ...
-    def find(self, *, also: int = 0) -> int: ...
+    def find(self, *, also: Sequence[int] = ()) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +242,9 @@ def _engine(
     words = ["--model-path", options.model_path, mode, role, "--host", host, "--port", str(port)]
     bootstrap_port = None
     if role == "prefill":
-        bootstrap_port = ports.find(also=options.config.control_port_offset if options.config else 0)
+        first_door = options.config.control_port_offset if options.config else 0
+        doors = _size(options, role, "dp") * _size(options, role, "attn-dp")
+        bootstrap_port = ports.find(also=range(first_door, first_door + doors) if options.config else ())
         words += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
     if base_gpu is not None:
         words += ["--base-gpu-id", str(base_gpu)]
@@ -342,13 +348,20 @@ def _assign_gpus(options: NodeOptions, roles: Sequence[Role]) -> list[int | None
 
 
 def _devices(options: NodeOptions, role: Role) -> int:
-    """GPUs of one engine, or its ranks on CPU cores: tensor times pipeline times data parallel size."""
-    words = [*options.engine_arguments]
-    words += options.prefill_arguments if role == "prefill" else options.decode_arguments
-    product = 1
-    for flags in _SIZES.values():
-        values = values_of(words, *flags)
-        if values and not re.fullmatch(r"[1-9]\d*", values[-1]):
-            raise PlanError(f"{flags[0]} {values[-1]}: expected a number of GPUs")
-        product *= int(values[-1]) if values else 1
-    return product
+    """GPUs of one engine, or its ranks on CPU cores: tensor times pipeline size times replicas. Attention's own
+    data-parallel groups lie within tensor parallelism."""
+    replicas = 1 if _ATTENTION_GROUPS in _words(options, role) else _size(options, role, "dp")
+    return _size(options, role, "tp") * _size(options, role, "pp") * replicas
+
+
+def _size(options: NodeOptions, role: Role, name: str) -> int:
+    flags = _SIZES[name]
+    values = values_of(_words(options, role), *flags)
+    if values and not re.fullmatch(r"[1-9]\d*", values[-1]):
+        raise PlanError(f"{flags[0]} {values[-1]}: expected a number of GPUs")
+    return int(values[-1]) if values else 1
+
+
+def _words(options: NodeOptions, role: Role) -> tuple[str, ...]:
+    own = options.prefill_arguments if role == "prefill" else options.decode_arguments
+    return (*options.engine_arguments, *own)

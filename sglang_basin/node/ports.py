@@ -8,8 +8,9 @@ namespace, named after the port: atomic, of the same network namespace as the po
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 LOWEST = 31000
@@ -41,17 +42,17 @@ class Ports:
             raise PortError(f"{purpose}: port {port} on {self._host} is taken; choose another, or stop its owner")
         return port
 
-    def find(self, *, also: int = 0) -> int:
-        """Claim a free port, and with `also` the one that many above it too."""
-        for port in _candidates(also):
-            if not self._claim(port):
-                continue
-            if also == 0 or self._claim(port + also):
+    def find(self, *, also: Sequence[int] = ()) -> int:
+        """Claim a free port, and those that many above it too."""
+        for port in _candidates(max(also, default=0)):
+            wanted = [port, *(port + above for above in also)]
+            claimed = list(itertools.takewhile(self._claim, wanted))
+            if claimed == wanted:
                 return port
-            self._claims.pop(port).close()
-        raise PortError(
-            f"no free port on {self._host} from {LOWEST} on" + (f" with port + {also} free too" if also else "")
-        )
+            for one in claimed:
+                self._claims.pop(one).close()
+        above = ", ".join(f"port + {one}" for one in also)
+        raise PortError(f"no free port on {self._host} from {LOWEST} on" + (f" with {above} free too" if above else ""))
 
     def release(self) -> None:
         """Give every claim up; call it when the ports' owners have ended."""
@@ -94,11 +95,11 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def _candidates(also: int) -> Iterator[int]:
+def _candidates(above: int) -> Iterator[int]:
     """Ports outside the range for outgoing connections first (they stay free until bound), then the rest."""
     low, high = 32768, 60999
     with contextlib.suppress(OSError, ValueError):
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    everything = range(LOWEST, 65536 - also)
+    everything = range(LOWEST, 65536 - above)
     yield from (port for port in everything if not low <= port <= high)
     yield from (port for port in everything if low <= port <= high)

@@ -35,6 +35,7 @@ from sglang_basin.engine.identity import ACTION_TYPE, Stamp
 from sglang_basin.engine.metrics import metrics
 from sglang_basin.engine.prefill_gate import REMEMBER_FOR_S, PrefillGate
 from sglang_basin.engine.prompt_sessions import PromptSessions
+from sglang_basin.engine.ranks import Rank
 from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.lending.copies import Copies
 from sglang_basin.lending.ranks import ForRanks, Kept
@@ -61,6 +62,15 @@ class Clock:
         return self.now_s
 
 
+def small_door(max_queued: int | None = None) -> Door:
+    """With a budget of 100 tokens."""
+    return Door(
+        DoorSettings(idle_timeout_s=60, hold_limit_s=30, max_sessions=100, max_queued=max_queued),
+        law=CurrentContext(),
+        budget=Budget(BudgetSettings(fixed_tokens=100), capacity_tokens=1),
+    )
+
+
 class Pair:
     """A prefill and a decode gate with a real channel between them."""
 
@@ -73,11 +83,7 @@ class Pair:
             probe.bind((HOST, 0))
             self.port = probe.getsockname()[1]
         self.channel = PrefillEnd(HOST, self.port)
-        door = Door(
-            DoorSettings(idle_timeout_s=60, hold_limit_s=30, max_sessions=100, max_queued=max_queued),
-            law=CurrentContext(),
-            budget=Budget(BudgetSettings(fixed_tokens=100), capacity_tokens=1),
-        )
+        door = small_door(max_queued)
         by_prompt = PromptSessions(100, door.runs) if prefill_infers else None
         self.prefill = PrefillGate(
             door, self.channel, self._answer("prefill"), by_prompt=by_prompt, copies=Copies(100), clock=self.clock
@@ -426,7 +432,7 @@ def test_a_missing_bootstrap_port_means_the_default_one(pair: Pair) -> None:
     call = pair.call("b", 2)
     call.bootstrap_port = None
     pair.decode.pass_on([call])
-    assert pair.decode._held[2].peer == address(HOST, 1 + OFFSET)
+    assert pair.decode._held[2].instance == address(HOST, 1 + OFFSET)
 
 
 def test_garbage_on_the_channel_is_counted_and_otherwise_ignored(pair: Pair) -> None:
@@ -569,6 +575,150 @@ def test_decode_asks_again_once_a_broken_connection_stands_again(pair: Pair) -> 
     pair.until(lambda p, d: not pair.decode._entered)
     assert pair.decode.pass_on([pair.call("a", 3)]) == []
     pair.until(lambda p, d: rids(d) == ["d3"], prefill=[pair.call("a", 3, side="p")])
+
+
+# ---- Data-parallel ranks -------------------------------------------------------------------------------------------
+
+
+class Ranks(Pair):
+    """The same with two data-parallel ranks on prefill; `prefill` is the first."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.prefill._rank = Rank(0, 2)
+        self.second = self.start_second()
+
+    def start_second(self) -> PrefillGate:
+        channel = PrefillEnd(HOST, self.port + 1)
+        door = small_door()
+        by_prompt = PromptSessions(100, door.runs) if self.prefill._by_prompt is not None else None
+        answer = self._answer("prefill")
+        return PrefillGate(door, channel, answer, by_prompt=by_prompt, rank=Rank(1, 2), clock=self.clock)
+
+    def until_ranks(
+        self, done: Callable[[list[Any], list[Any]], bool], *, on: int, prefill: list[Any], decode: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """As `until`, with prefill's legs on one rank; its outputs are both ranks'."""
+        second = list(prefill) if on == 1 else []
+        turn = self.prefill.pass_on
+
+        def both(requests: list[Any]) -> list[Any]:
+            passed = turn(requests) + self.second.pass_on(second[:])
+            second.clear()
+            return passed
+
+        self.prefill.pass_on = both  # type: ignore[method-assign]
+        try:
+            return self.until(done, prefill=[] if on == 1 else prefill, decode=decode)
+        finally:
+            self.prefill.pass_on = turn  # type: ignore[method-assign]
+
+    def enter_on(self, rank: int, session: str | None, room: int, tokens: int = 10, **options: Any) -> Any:
+        """A call whose prefill leg is on this rank goes on; returns decode's leg."""
+        legs = {
+            "prefill": [self.call(session, room, tokens, side="p", **options)],
+            "decode": [self.call(session, room, tokens, **options)],
+        }
+        prefill_out, decode_out = self.until_ranks(lambda p, d: len(p) == len(d) == 1, on=rank, **legs)
+        assert (rids(prefill_out), rids(decode_out)) == ([f"p{room}"], [f"d{room}"])
+        return decode_out[0]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(prefill_infers=True, decode_asks=True)
+    yield ranks
+    ranks.prefill.let_go()
+    ranks.second.let_go()
+    ranks.decode.let_go()
+
+
+def test_the_rank_that_has_a_call_answers_and_decode_knows_it_from_then_on(ranks: Ranks) -> None:
+    assert ranks.enter_on(1, "a", 1).disagg_prefill_dp_rank == 1
+    assert ranks.enter_on(0, "b", 2).disagg_prefill_dp_rank == 0
+    assert ranks.enter_on(1, "c", 3).disagg_prefill_dp_rank == 1
+    for session, rank in (("a", 1), ("b", 0), ("c", 1)):
+        (request,) = ranks.decode.pass_on([ranks.call(session, 4 + rank)])
+        assert request.disagg_prefill_dp_rank == rank
+    assert (ranks.prefill.door.state().live_sessions, ranks.second.door.state().live_sessions) == (1, 2)
+
+
+def test_each_rank_has_a_budget_of_its_own_and_refuses_by_itself(ranks: Ranks) -> None:
+    ranks.enter_on(1, "a", 1, 101)
+    waiting = {"prefill": [ranks.call("b", 2, side="p")], "decode": [ranks.call("b", 2)]}
+    ranks.until_ranks(lambda p, d: ranks.decode._held[2].unanswered_s is None, on=1, **waiting)
+    ranks.enter_on(0, "c", 3)
+    ranks.clock.now_s = 31.0
+    ranks.until_ranks(lambda p, d: all(ranks.answers.values()), on=0, prefill=[], decode=[])
+    assert ranks.answers == {"prefill": [("p2", 503)], "decode": [("d2", 503)]}
+
+
+def test_only_the_rank_that_let_a_session_in_ends_it(ranks: Ranks) -> None:
+    ranks.enter_on(1, "a", 1)
+    ranks.enter_on(0, "b", 2)
+    ends = [CloseSessionReqInput(session_id="a")]
+    ranks.until_ranks(lambda p, d: len(ranks.decode._entered) == 1, on=1, prefill=ends, decode=[])
+    assert [session for _, session in ranks.decode._entered] == ["b"]
+    ranks.decode._hear(ranks.second.control.address, messages.Ended(["b"]), 0.0)  # type: ignore[union-attr]
+    assert [session for _, session in ranks.decode._entered] == ["b"]
+
+
+def test_the_end_of_a_call_reaches_its_ranks_door(ranks: Ranks) -> None:
+    ranks.enter_on(1, "a", 1, ends=True)
+    ranks.decode.left(SimpleNamespace(rid="d1", output_ids=[1, 2, 3], finished_reason=FINISH_LENGTH(3)))
+    state = ranks.second.door.state
+    ranks.until_ranks(lambda p, d: state().live_sessions == 0, on=0, prefill=[], decode=[])
+
+
+def test_inferred_sessions_of_two_ranks_are_told_apart(ranks: Ranks) -> None:
+    for rank, room, start in ((0, 1, 100), (1, 2, 300)):
+        prompt = list(range(start, start + 60))
+        call = ranks.enter_on(rank, None, room, prompt=prompt, starts_agent=True)
+        assert call.disagg_prefill_dp_rank == rank
+    assert len(ranks.decode._entered) == 2
+    further = ranks.call(None, 3, prompt=list(range(300, 380)), starts_agent=True)
+    assert [request.disagg_prefill_dp_rank for request in ranks.decode.pass_on([further])] == [1]
+
+
+def test_a_rank_that_the_router_names_is_asked_alone(ranks: Ranks) -> None:
+    ranks.enter_on(0, "a", 1)
+    call = ranks.call("a", 2)
+    call.disagg_prefill_dp_rank = 1
+    leg = [ranks.call("a", 2, side="p")]
+    _, decode_out = ranks.until_ranks(lambda p, d: p and d, on=1, prefill=leg, decode=[call])  # type: ignore[arg-type, return-value]
+    assert [request.disagg_prefill_dp_rank for request in decode_out] == [1]
+
+
+def test_a_named_rank_that_does_not_exist_opens_no_connection(ranks: Ranks) -> None:
+    ranks.enter_on(0, "a", 1)
+    call = ranks.call("b", 2)
+    call.disagg_prefill_dp_rank = 40_000
+    ranks.decode.pass_on([call])
+    assert len(ranks.decode._control.peers) == 2
+
+
+def test_without_an_answer_sglang_finds_the_rank(ranks: Ranks) -> None:
+    ranks.enter_on(0, "a", 1)
+    ranks.decode.pass_on([ranks.call("b", 2)])
+    ranks.clock.now_s = decode_gate.PATIENCE_S + 1
+    (request,) = ranks.decode.pass_on([])
+    assert (request.rid, request.disagg_prefill_dp_rank) == ("d2", None)
+    ranks.decode.left(SimpleNamespace(rid="d2", output_ids=[1], finished_reason=FINISH_LENGTH(1)))
+
+
+def test_a_prefill_that_comes_back_with_one_rank_is_known_anew(ranks: Ranks) -> None:
+    ranks.enter_on(1, "a", 1)
+    ranks.enter_on(0, "b", 2)
+    for gate_ in (ranks.prefill, ranks.second):
+        assert gate_.control is not None
+        gate_.control.close()
+    ranks.prefill.control = PrefillEnd(HOST, ranks.port)
+    ranks.prefill._rank = Rank()
+    ranks.until(lambda p, d: not ranks.decode._entered)
+    legs = {"prefill": [ranks.call("a", 3, side="p")], "decode": [ranks.call("a", 3)]}
+    _, decode_out = ranks.until(lambda p, d: len(p) == len(d) == 1, **legs)
+    assert decode_out[0].disagg_prefill_dp_rank is None
+    ranks.second.control = None
 
 
 # ---- Calls that name no session ------------------------------------------------------------------------------------

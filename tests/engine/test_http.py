@@ -263,7 +263,7 @@ def test_the_status_wants_the_servers_key() -> None:
 
         async def get_internal_state_communicator(self, question: Any) -> list[Any]:
             assert question.rid == "basin.status"
-            return [SimpleNamespace(internal_state={"basin": {"role": "prefill"}})]
+            return [SimpleNamespace(internal_state={"basin": {"dp_rank": rank}}) for rank in (1, 0)]
 
     app, http_server.app = http_server.app, FastAPI()
     try:
@@ -275,4 +275,4 @@ def test_the_status_wants_the_servers_key() -> None:
         http_server.app = app
     assert client.get(status.PATH).status_code == 401
     assert found["user"].status_code == 401
-    assert found["admin"].json()["states"] == [{"role": "prefill"}]
+    assert found["admin"].json()["states"] == [{"dp_rank": 0}, {"dp_rank": 1}]

@@ -32,7 +32,7 @@ def test_adds_what_basin_needs_with_a_reason_each() -> None:
     added = settings.arguments[len(PREFILL) :]
     assert settings.arguments[: len(PREFILL)] == PREFILL
     assert added == [needed.flag for needed in flags.NEEDED if needed.when(BasinConfig(), "prefill")]
-    assert settings.environment == {raised.variable: "540" for raised in flags.RAISED}
+    assert settings.environment == {**{raised.variable: "540" for raised in flags.RAISED}, flags.QUERY_RANK: "1"}
     assert len(settings.notes) == len(added) + len(settings.environment)
 
 
@@ -52,7 +52,6 @@ def test_a_flag_the_user_gave_is_not_repeated() -> None:
             ("--priority-scheduling-preemption-threshold 3", "--disable-priority-preemption"),
         ),
         (["--grpc-mode"], ("--grpc-mode", "--basin-*")),
-        (["--dp-size", "2"], ("--dp-size 2", "--basin-*")),
         (["--attention-data-parallel-size=2"], ("--attention-data-parallel-size 2", "--basin-*")),
     ],
 )
@@ -81,6 +80,7 @@ def test_basin_needs_a_disaggregated_server(mode: list[str]) -> None:
         ({"SGLANG_PLUGINS": "mine, other"}, "SGLANG_PLUGINS=mine, other"),
         ({"SGLANG_PLATFORM": "basin_cpu", "SGLANG_PLUGINS": "basin"}, "add basin_cpu"),
         ({"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "240"}, "--basin-hold-limit-s 240"),
+        ({flags.QUERY_RANK: "0"}, f"{flags.QUERY_RANK}=0"),
         ({"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "5m"}, "whole seconds"),
     ],
 )
@@ -108,6 +108,25 @@ def test_parsed_record_is_held_against_the_same_tables() -> None:
     ):
         with pytest.raises(flags.FlagConflict, match=flag):
             flags.check_record(BasinConfig(), SimpleNamespace(**(good | {field: value})))
+
+
+@pytest.mark.parametrize(
+    ("setting", "config", "named"),
+    [
+        ({"nnodes": 2}, BasinConfig(), "--nnodes"),
+        ({"elastic_ep_backend": "mooncake"}, BasinConfig(), "--elastic-ep-backend"),
+        ({"disaggregation_decode_enable_radix_cache": True}, BasinConfig(lending="on"), "--basin-lending on"),
+    ],
+)
+def test_what_does_not_go_with_several_ranks_is_refused(
+    setting: dict[str, object], config: BasinConfig, named: str
+) -> None:
+    good = {needed.field: True for needed in flags.NEEDED} | {"disaggregation_mode": "decode"}
+    ranks = {"dp_size": 2}
+    flags.check_record(BasinConfig(), SimpleNamespace(**good, **ranks))
+    flags.check_record(config, SimpleNamespace(**(good | setting)))
+    with pytest.raises(flags.FlagConflict, match=f"dp-size 2 conflicts with {named}"):
+        flags.check_record(config, SimpleNamespace(**(good | setting | ranks)))
 
 
 def test_lending_turns_on_the_cache_that_it_keeps_in_on_decode_only() -> None:
@@ -138,6 +157,13 @@ for row in (*flags.NEEDED, *flags.REFUSED):
     assert by_flag[row.flag].dest == row.field, row.flag
 for row in flags.REFUSED:
     assert row.accepts(by_flag[row.flag].default), row.flag
+assert getattr(envs, flags.QUERY_RANK).default is False
+for flag, field in (
+    ("--dp-size", "dp_size"),
+    ("--nnodes", "nnodes"),
+    ("--elastic-ep-backend", "elastic_ep_backend"),
+):
+    assert by_flag[flag].dest == field
 for row in flags.RAISED:
     assert getattr(envs, row.variable).default == row.default_s, row.variable
 assert flags.MODE_FLAG in by_flag and flags.CONFIG_FLAG

@@ -56,7 +56,8 @@ def test_with_basin_the_configuration_and_flags_reach_sglang() -> None:
     assert seen["argv"] == [*words, *ALWAYS]
     assert seen["environment"]["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "540"
     said = [line for line in done.stdout.splitlines() if line.startswith("basin: set ")]
-    assert len(said) == len(ALWAYS) + len(flags.RAISED)
+    assert seen["environment"][flags.QUERY_RANK] == "1"
+    assert len(said) == len(ALWAYS) + len(flags.RAISED) + 1
 
 
 def test_configuration_file(tmp_path: Path) -> None:

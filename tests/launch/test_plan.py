@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,15 +19,15 @@ class Counting:
 
     def __init__(self) -> None:
         self.given = 40000
-        self.pairs: list[int] = []
+        self.above: list[list[int]] = []
 
     def take(self, port: int, purpose: str) -> int:
         return port
 
-    def find(self, *, also: int = 0) -> int:
+    def find(self, *, also: Sequence[int] = ()) -> int:
         self.given += 1
         if also:
-            self.pairs.append(also)
+            self.above.append(list(also))
         return self.given
 
 
@@ -82,10 +83,18 @@ def test_basin_engines_carry_the_configuration_and_a_control_port() -> None:
     ports = Counting()
     config = BasinConfig(budget_tokens=9, control_port_offset=321)
     plan = make_plan(NodeOptions(model_path="m", config=config), ports, [0])
-    assert ports.pairs == [321]
+    assert ports.above == [[321]]
     for engine in plan.engines:
         assert engine.command[1:3] == ("-m", "sglang_basin.launch_server")
         assert split_flags(engine.command[3:])[0] == config
+
+
+@pytest.mark.parametrize("flags", [("--dp-size", "3"), ("--attn-dp-size=3", "--tp-size", "3")])
+def test_each_data_parallel_rank_of_prefill_gets_a_control_port(flags: tuple[str, ...]) -> None:
+    ports = Counting()
+    config = BasinConfig(control_port_offset=321)
+    make_plan(NodeOptions(model_path="m", config=config, prefill_arguments=flags), ports, [0])
+    assert ports.above == [[321, 322, 323]]
 
 
 @pytest.mark.parametrize(
@@ -226,3 +235,7 @@ def test_all_ranks_of_an_engine_share_its_cores() -> None:
     prefill, decode = plan.engines
     assert prefill.environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|0|0|0"
     assert decode.environment["SGLANG_CPU_OMP_THREADS_BIND"] == "1,2"
+    groups = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+    for arguments in (groups, ("--tp-size", "2", "--attn-dp-size", "2")):
+        prefill = plan_of(platform="cpu", cores="0;1,2", prefill_arguments=arguments).engines[0]
+        assert prefill.environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|0"

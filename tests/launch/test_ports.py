@@ -37,13 +37,22 @@ def test_a_taken_port_is_not_found_and_cannot_be_taken() -> None:
 
 def test_a_pair_needs_both_ends_free() -> None:
     with Ports("127.0.0.1") as ports:
-        first = ports.find(also=100)
+        first = ports.find(also=[100])
     with listening(first + 100), Ports("127.0.0.1") as ports:
-        second = ports.find(also=100)
+        second = ports.find(also=[100])
         assert second != first
         assert is_free("127.0.0.1", second + 100)
         with pytest.raises(PortError):
             ports.take(second + 100, "claimed with its pair")
+
+
+def test_a_search_that_fails_halfway_leaves_earlier_claims_alone() -> None:
+    with Ports("127.0.0.1") as ports:
+        first = ports.find()
+        ports.take(first + 7, "in the way of the next search")
+        assert ports.find(also=[1, 6, 7]) != first + 1
+        with Ports("127.0.0.1") as others, pytest.raises(PortError):
+            others.take(first + 7, "still claimed")
 
 
 def test_another_process_sees_the_claim_until_its_owner_is_gone() -> None:

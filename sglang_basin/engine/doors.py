@@ -1,0 +1,45 @@
+"""Where the doors of prefill instances listen, as a decode gate knows it: each data-parallel rank's as many ports above
+the first one's. How many ranks there are, a door says when it is first asked."""
+
+from __future__ import annotations
+
+from sglang_basin.engine.control import address
+
+
+class Doors:
+    """Prefill instances go by the address of their first door."""
+
+    def __init__(self, port_offset: int) -> None:
+        """`port_offset` is from an instance's bootstrap port to its first door."""
+        self._port_offset = port_offset
+        self._of: dict[str, tuple[str, ...]] = {}  # instance -> its doors
+        self._at: dict[str, tuple[str, int]] = {}  # door -> (its instance, rank)
+        self._where: dict[str, tuple[str, int]] = {}  # instance -> host and port of its first door
+
+    def instance(self, host: str, bootstrap_port: int) -> str:
+        """The prefill instance with this bootstrap address."""
+        port = bootstrap_port + self._port_offset
+        first = address(host, port)
+        if first not in self._of:
+            self._where[first] = host, port
+            self.count(first, 1)
+        return first
+
+    def of(self, instance: str) -> tuple[str, ...]:
+        """The doors of an instance, as far as they are known."""
+        return self._of[instance]
+
+    def count(self, instance: str, ranks: int) -> None:
+        """The instance has so many ranks."""
+        host, port = self._where[instance]
+        self._of[instance] = tuple(address(host, port + rank) for rank in range(ranks))
+        for rank, door in enumerate(self._of[instance]):
+            self._at[door] = instance, rank
+
+    def instance_of(self, door: str) -> str:
+        return self._at[door][0]
+
+    def rank_of(self, door: str) -> int | None:
+        """The data-parallel rank behind a door; None where its instance has but one."""
+        instance, rank = self._at[door]
+        return rank if len(self._of[instance]) > 1 else None

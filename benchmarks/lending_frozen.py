@@ -94,10 +94,9 @@ class Traffic:
             name = f"stays-{self._seed}-{turn % 3}"
             body = {"input_ids": ids(CONTEXT_TOKENS, name) + ids(20, turn), "session_id": name}
             body["sampling_params"] = {"max_new_tokens": 2, "temperature": 0}
+            headers = {"x-basin-session-id": self._victim}
             try:
-                requests.post(
-                    self._node.url + "/generate", json=body, headers={"x-basin-session-id": self._victim}, timeout=10
-                )
+                requests.post(self._node.url + "/generate", json=body, headers=headers, timeout=10).raise_for_status()
             except requests.RequestException:
                 return  # the victim has had its signal
 

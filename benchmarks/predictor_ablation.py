@@ -39,12 +39,8 @@ PREDICTORS = {
 }
 SETTINGS: dict[str, dict[str, str]] = {
     "default": {},
-    "P25 reserved": {"law_share": "0.25"},
-    "P75 reserved": {"law_share": "0.75"},
-    "half the growth": {"alpha": "0.5"},
-    "ordered by P75": {"peak_share": "0.75"},
-    "ordered by P25": {"peak_share": "0.25"},
-    "ordered by r = 30": {"order_tokens_per_s": "30"},
+    "present context, band 0": {"law": "current", "band": "0"},
+    "nobody is paused": {"pausing": "false"},
 }
 
 
@@ -146,7 +142,7 @@ def _cause(found: Goodputs, names: Sequence[str], scenario: Scenario) -> str:
         )
     ]
     return (
-        f"by seed {min(single):.2f} to {max(single):.2f}; of the other quantiles and orders tried the best, "
+        f"by seed {min(single):.2f} to {max(single):.2f}; of the other settings tried the best, "
         f"{best!r}, gives {tried[best]:.3f} where the default gives {whole:.3f}, so it is the prediction itself"
     )
 

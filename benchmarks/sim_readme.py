@@ -37,7 +37,8 @@ unloaded time and at least 95 % of its decode steps met 50 ms.
 
 Basin runs with the defaults that engine and simulator share and, unless a row says otherwise, with the predictor that
 comes with it, on tasks that it has not seen (`sim_held_out.py`). The defaults were chosen with seeds 1 and 2 on six
-scenarios; they are compared with others on seeds 4 and 5 of twelve, and in the law study on loads held out as well.
+scenarios (pausing, whose shares are its source's, on twelve); they are compared with others on seeds 4 and 5 of twelve,
+and in the law study on loads held out as well.
 
 `surge_demo.py` (`make demo`) and `gate_overhead.py` measure real engines and print their results themselves. How well
 peaks are predicted, and could be, is on a page of its own: [PREDICTOR.md](PREDICTOR.md), by `predictor_study.py`.

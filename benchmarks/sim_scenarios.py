@@ -210,7 +210,7 @@ def main() -> None:
             holds=holds(relative(strongest, scenarios) < 1, False),
             cause="Basin over it by scenario: "
             + ", ".join(f"{mean('Basin', s) / max(mean(strongest, s), 0.01):.2f} ({s.name})" for s in scenarios)
-            + "; why it is ahead where it is was not tested",
+            + "; what pausing is worth to it and to Basin is in the ablation",
         ),
         Figure(
             what=f"Basin over the strongest rival with one setting for all scenarios ({settled}), geometric mean",

@@ -45,6 +45,9 @@ peaks are predicted, and could be, is on a page of its own: [PREDICTOR.md](PREDI
 """
 
 
+NEWEST = "scenarios"
+
+
 def read_findings(folder: Path) -> list[dict[str, Any]]:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     found = [finding for finding in found if "rank" in finding]
@@ -68,6 +71,17 @@ def _overview(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ],
     )
     yield "\nWhere a figure does not hold, or only partly, its section says why."
+    if earlier := _made_otherwise(findings):
+        yield (
+            f"\nNot made with the policies and the simulator that made *{NEWEST}*: {', '.join(earlier)}. What they say "
+            "of Basin is true of the state that is named under each."
+        )
+
+
+def _made_otherwise(findings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the findings whose code was another than that of the comparison with all rivals."""
+    code = {finding["name"]: finding["made_with"]["versions"]["policies and simulator"] for finding in findings}
+    return [name for name, made in code.items() if made != code.get(NEWEST, made)]
 
 
 def _workloads(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:

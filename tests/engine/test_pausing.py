@@ -6,10 +6,11 @@ import concurrent.futures
 from collections.abc import Iterator
 
 import pytest
-from calls import at_rest, calls_inside, close, door, gate, generate, new_session, prompt
+from calls import at_rest, calls_inside, close, doors, gates, generate, new_session, prompt
 from stack import BUDGET_TOKENS, Stack, running
 
 from sglang_basin.config import BasinConfig
+from sglang_basin.status import DoorFigures, Status
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -33,6 +34,16 @@ def pausing() -> Iterator[Stack]:
         yield stack
 
 
+def door(stack: Stack) -> DoorFigures:
+    (one,) = doors(stack)
+    return one
+
+
+def decode(stack: Stack) -> Status:
+    (one,) = gates(stack.decode_url)
+    return one
+
+
 def test_a_paused_session_waits_on_both_sides_and_goes_on_with_the_same_tokens(pausing: Stack) -> None:
     stack, small, large, alone = pausing, new_session(), new_session(), new_session()
     first, then = prompt(300, 401), prompt(420, 401)
@@ -43,10 +54,10 @@ def test_a_paused_session_waits_on_both_sides_and_goes_on_with_the_same_tokens(p
     assert generate(stack, large, prompt(MOST, 402)).ok
     stack.until(lambda: door(stack).paused_sessions == 1, "the smaller session is paused")
     assert door(stack).live_sessions == 1
-    stack.until(lambda: gate(stack.decode_url).entered_sessions == 1, "decode has heard of it")
+    stack.until(lambda: decode(stack).entered_sessions == 1, "decode has heard of it")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(generate, stack, small, then)
-        stack.until(lambda: gate(stack.decode_url).held_calls == door(stack).held_calls == 1, "its call waits")
+        stack.until(lambda: decode(stack).held_calls == door(stack).held_calls == 1, "its call waits")
         assert calls_inside(stack) == (0, 0)
         assert generate(stack, large, prompt(MOST, 402)).ok  # who is inside goes on
         close(stack, large)

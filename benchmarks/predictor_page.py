@@ -30,8 +30,8 @@ Made by `predictor_page.py` of `results/predictor_study.json`, which `predictor_
 ranks are Spearman's between a prediction and the true peak among the sessions that reach a call, out of fold with all
 runs of a task in one fold, so that every task is an unseen one. *Gain* is that rank less the rank of the present
 context alone; the target is a gain of +0.10 at calls 4, 9 and 16. Intervals are 95 %, by drawing whole tasks with
-replacement. Made with `--folds 10`; for swe_bench, where the target is reached, without learning curve and
-alternatives. What prediction error costs in goodput is in [README.md](README.md) (`predictor_ablation.py`).
+replacement. Made with `--folds 10`; for swe_bench, where the target is reached, without the alternatives.
+What prediction error costs in goodput is in [README.md](README.md) (`predictor_ablation.py`).
 """
 
 
@@ -177,6 +177,9 @@ def _reading_of(found: Mapping[str, Any], name: str) -> Iterator[str]:
     features, tasks = found[name]["features"], found[name]["tasks"]
     yield f"The target is reached at {_calls(reached)}." if reached else "The target is reached at no call."
     if len(reached) == len(GAIN_CALLS):
+        if all(quarter := [_gain(found, name, LEARNING[0], call) for call in GAIN_CALLS]):
+            least = ", ".join(f"{one['gain']:+.2f}" for one in quarter if one)
+            yield f"A quarter of the sessions gives {least}: it takes this many of them."
         return
     missed = [call for call in GAIN_CALLS if call not in reached]
     quarter = [_gain(found, name, LEARNING[0], call) for call in missed]

@@ -116,7 +116,7 @@ OPTIONS: tuple[Option, ...] = (
         default="on",
         help="'on' holds the next call of sessions that have entered, the shortest first, while the contexts inside "
         "come near the budget's reference; 'off' lets every session that has entered run to completion",
-        why="first predictions are poor: what they let in too many must leave for a while (benchmarks/sim_law.py)",
+        why="first predictions are poor: what they let in too many must leave for a while (benchmarks/sim_ablation.py)",
         check=_one_of("on", "off"),
     ),
     Option(

@@ -1,9 +1,10 @@
 """Are answers with lending those of cold runs, whatever SGLang's settings? `lending_sessions` over a table of them.
 
-    .venv/bin/python benchmarks/lending_correct.py --sessions 60 --turns 4 --out benchmarks/results/lending_correct.json
+    .venv/bin/python benchmarks/lending_correct.py --sessions 60 --turns 4 --out out/lending_correct.json
 
-Each case starts a node of its own, for two to five minutes; `--cases` picks some, and `--out` keeps the others' results
-as they are. Fails if an answer differs, a fault was counted, or an engine's log has an error.
+What is lent is read whether or not that pays, so that much is. Each case starts a node of its own, for two minutes;
+`--cases` picks some, and `--out` keeps the others' results as they are. Fails if an answer differs, a fault was
+counted, or an engine's log has an error.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def troubled(logs: Path) -> list[str]:
 def measure(name: str, known: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         logs = known.logs / name if known.logs else Path(folder)
-        flags = [*CASES[name].split(), "--logs", str(logs)]
+        flags = [*CASES[name].split(), "--always-pull", "--logs", str(logs)]
         for option in ("sessions", "turns", "concurrency", "disconnects", "seed"):
             flags += [f"--{option}", str(getattr(known, option))]
         result = run(arguments().parse_args(flags))
@@ -61,13 +62,13 @@ def sound(result: Mapping[str, Any]) -> bool:
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [
-        "| case | calls | unequal | known part cached | lent tokens | outcomes |",
+        "| case | calls | unequal | known part found | lent tokens | outcomes |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, result in results.items():
         came = ", ".join(f"{what} {count}" for what, count in sorted(result["outcomes"].items()))
         rows.append(
-            f"| {name} | {result['calls']} | {result['unequal_answers']} | {result['cached_part']:.3f} "
+            f"| {name} | {result['calls']} | {result['unequal_answers']} | {result['found_part']:.3f} "
             f"| {result['lent_tokens']} | {came} |"
         )
     return "\n".join(rows)

@@ -5,13 +5,15 @@ pool, so that sessions evict each other there, and a decode pool that keeps them
 
 Every call is made twice: as its session's next call, and cold, under a cache salt of its own, so that nothing cached
 fits. The model is float32 and decoding greedy: the answers must be equal. Prints, and writes as JSON, how many were,
-what part of each call's prefix came back although prefill's own cache had lost it, and what was read for that.
+how much of the calls' known prefixes prefill had in its cache after all (its own count: an answer's `cached_tokens`
+has decode's in it), and what was read for that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import threading
@@ -68,6 +70,12 @@ def lending_node(
         ),
         ready_timeout_s=280,
     )
+
+
+def always_pull() -> dict[str, str]:
+    """Environment of a node whose prefill reads what is lent to it whether or not that pays."""
+    paths = [str(Path(__file__).parent / "always_pull"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def counter(url: str, name: str, **labels: str) -> float:
@@ -177,7 +185,6 @@ class Turn:
     prompt_tokens: int
     known_tokens: int
     """Whole pages of the prompt that were in the session's last call or its answer."""
-    cached_tokens: int
     equal: bool
 
 
@@ -219,7 +226,7 @@ def play(
             cold = call(node.url, prompt, tokens, salt=f"{seed}-{position}")
             session.context = prompt + warm.ids
             session.turn += 1
-            return Turn(session.number, session.turn, len(prompt), known, warm.cached_tokens, warm.ids == cold.ids)
+            return Turn(session.number, session.turn, len(prompt), known, warm.ids == cold.ids)
         finally:
             with changed:
                 busy.discard(session.number)
@@ -229,19 +236,23 @@ def play(
         return list(pool.map(one, range(len(order))))
 
 
+def found_tokens(prefill: str) -> int:
+    """Prompt tokens that prefill did not compute, of all calls so far: cached, from its host tier, or lent."""
+    return int(counter(prefill, "sglang:realtime_tokens_total", mode="prefill_cache"))
+
+
 def summary(node: Node, turns: list[Turn], token_bytes: int) -> dict[str, Any]:
     prefill = next(engine.url for engine in node.plan.engines if engine.role == "prefill")
     decode = [engine.url for engine in node.plan.engines if engine.role == "decode"]
     later = [turn for turn in turns if turn.known_tokens]
+    known = sum(turn.known_tokens for turn in later)
     tokens, read = counter(prefill, "basin_lent_tokens_total"), counter(prefill, "basin_lent_bytes_total")
     return {
         "calls": len(turns),
         "unequal_answers": sum(not turn.equal for turn in turns),
         "later_calls": len(later),
-        "known_tokens": sum(turn.known_tokens for turn in later),
-        "cached_part": sum(min(turn.cached_tokens, turn.known_tokens) for turn in later)
-        / max(1, sum(turn.known_tokens for turn in later)),
-        "least_cached_part": min((turn.cached_tokens / turn.known_tokens for turn in later), default=None),
+        "known_tokens": known,
+        "found_part": found_tokens(prefill) / max(1, known),
         "lent_tokens": int(tokens),
         "lent_bytes": int(read),
         "bytes_per_lent_token": read / tokens if tokens else None,
@@ -278,6 +289,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--prefill-arguments", default="", help="more SGLang flags for prefill, in one string")
     parser.add_argument("--lending", default="on", choices=("on", "off"))
     parser.add_argument("--hicache", action="store_true", help="prefill has a host tier too")
+    parser.add_argument("--always-pull", action="store_true", help="read what is lent also where computing is faster")
     parser.add_argument("--checksum", action="store_true", help="decode checks the KV that it gets")
     parser.add_argument("--tp", type=int, default=1, help="ranks of each engine")
     parser.add_argument("--out", type=Path)
@@ -300,6 +312,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         engine_arguments=engines,
         prefill_arguments=[*options.prefill_arguments.split(), *(HICACHE if options.hicache else ())],
         config=BasinConfig(admission="off", lending=options.lending),
+        environment=always_pull() if options.always_pull else {},
         logs=options.logs,
     ) as node:
         start = time.perf_counter()

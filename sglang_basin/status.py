@@ -26,7 +26,7 @@ class SessionFigures(msgspec.Struct, kw_only=True):
     """One session. `predicted_peak_tokens` is the median of its present prediction."""
 
     session_id: str
-    state: Literal["live", "waiting", "away"]
+    state: Literal["live", "waiting", "away", "paused"]
     """`away`: it waits, but its client has left; it keeps its place until the grace is over."""
     context_tokens: int
     reserved_tokens: int

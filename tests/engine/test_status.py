@@ -19,8 +19,9 @@ from sglang_basin.engine.metrics import counts, metrics
 from sglang_basin.engine.status import report_state, status_of
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
+from sglang_basin.policy.pausing import PauseSettings
 from sglang_basin.policy.prediction import PeaksSeen
-from sglang_basin.policy.reservation import PartialPeak
+from sglang_basin.policy.reservation import CurrentContext, PartialPeak
 
 
 class Scheduler:
@@ -132,3 +133,19 @@ def test_a_gate_that_cannot_tell_costs_the_figures_alone(monkeypatch: pytest.Mon
 def test_other_questions_get_what_sglang_says() -> None:
     asked = SimpleNamespace(rid=None)
     assert report_state(lambda scheduler, question: (scheduler, question), "scheduler", asked) == ("scheduler", asked)
+
+
+def test_a_paused_session_is_shown_as_such() -> None:
+    door = Door(
+        DoorSettings(idle_timeout_s=60, hold_limit_s=30),
+        law=CurrentContext(),
+        budget=Budget(BudgetSettings(fixed_tokens=100), capacity_tokens=1),
+        pausing=PauseSettings(),
+    )
+    door.call("1", "a", 30, 0.0)
+    door.finish("1", 1, 0.0)
+    door.call("2", "b", 90, 0.0)
+    door.poll(1.0)
+    shown = msgspec.json.decode(msgspec.json.encode(door_figures(door, 1.0)), type=status.DoorFigures)
+    assert {session.session_id: session.state for session in shown.sessions} == {"a": "paused", "b": "live"}
+    assert (shown.live_sessions, shown.paused_sessions) == (1, 1)

@@ -26,8 +26,8 @@ test: lint promtool  ## everything CI runs
 test-slow: env  ## engines killed, frozen and cut off, stalled reads, tensor parallelism: a quarter of an hour
 	$(PY) -m pytest -m slow
 
-fault-table: env  ## runs the fault tests and writes what they saw into the README
-	$(PY) -m pytest -m fault --fault-table
+fault-table: env  ## runs the fault tests, ten minutes, and writes what they saw into the README
+	$(PY) -m pytest -m fault --fault-table $(FAULT_ARGS)
 
 clean:
 	rm -rf .venv out

@@ -1,10 +1,12 @@
 """What an admission decision costs with many live sessions, and what a session costs in memory.
 
 The engine's own door, as `--basin-*` options describe it, filled with live sessions; then, alternating, calls of live
-sessions and of new ones, each with the poll that follows it. Prints microseconds of CPU per decision and bytes per live
-session after `--history` calls, the predictor's included.
+sessions and of new ones. A decision is what the scheduler does from knowing whose call it is to knowing what becomes of
+it: the door's `call` and the `poll` after it, the prediction included. What is learned once of a new session before
+that, from what the HTTP process read in its request, has a row of its own. Prints microseconds of CPU and bytes per
+live session after so many calls of each (`--history`), the predictor's included.
 
-    .venv/bin/python benchmarks/admission_speed.py [--sessions 10000] [--calls 20000] [--history 10]
+    .venv/bin/python benchmarks/admission_speed.py [--sessions 10000] [--calls 20000] [--history 10 50]
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from sglang_basin.engine.door import door_for, predictor_for
 from sglang_basin.predictor.payload import task_payload
 
 PEAK_TOKENS = (2_000, 120_000)
-TASK = task_payload({"messages": [{"role": "user", "content": "Mend the parser of nested lists."}]})
+WORDS = random.Random(2).choices([f"word{number}" for number in range(400)], k=300)
+TASK = task_payload({"model": "m", "messages": [{"role": "user", "content": " ".join(WORDS)}]})
+"""Of 2,000 characters, 210 different words."""
 GROWTH = 1.02
 """A live session's next prompt over its last one; medians of the recorded traces are 1.006 to 1.047."""
 SECONDS_BETWEEN_CALLS = 0.01
@@ -38,11 +42,12 @@ def measure(config: BasinConfig, sessions: int, calls: int, history: int) -> dic
     before_bytes = tracemalloc.get_traced_memory()[0]
     now_s = 0.0
     for number in range(sessions):
-        name = f"session-{number:08x}"
+        name = f"session-{number:028x}"
         predictor.describe(name, TASK)
         tokens = rng.randint(*PEAK_TOKENS) // history
         for step in range(1, history + 1):
-            door.call(f"{number}-{step}", name, tokens * step, now_s)
+            door.call(f"{number}-{step}", name, tokens * step, now_s, prompt_id=number if step == 1 else None)
+            door.prefilled(f"{number}-{step}", now_s, cached_tokens=tokens * step // 2)
             door.finish(f"{number}-{step}", 200, now_s)
             now_s += 1e-4
     gc.collect()
@@ -51,21 +56,25 @@ def measure(config: BasinConfig, sessions: int, calls: int, history: int) -> dic
     assert door.state().live_sessions == sessions
     door.budget.capacity_tokens = door.state().reserved_tokens  # from here on new sessions wait
 
-    spent_us: dict[str, list[float]] = {"live": [], "new": []}
+    spent_us: dict[str, list[float]] = {"live call": [], "new session": [], "what a new one tells": []}
     for number in range(calls):
-        kind = "new" if number % 2 else "live"
-        name = f"new-{number}" if number % 2 else f"session-{rng.randrange(sessions):08x}"
+        kind = "new session" if number % 2 else "live call"
+        name = f"session-new-{number:024x}" if number % 2 else f"session-{rng.randrange(sessions):028x}"
         known = door.live_session(name)
         tokens = rng.randint(*PEAK_TOKENS) if known is None else round(GROWTH * known.context_tokens)
         start = time.thread_time_ns()
-        door.call(str(number), name, tokens, now_s)
+        if known is None:
+            predictor.describe(name, TASK)
+            spent_us["what a new one tells"].append((time.thread_time_ns() - start) / 1000)
+            start = time.thread_time_ns()
+        door.call(str(number), name, tokens, now_s, prompt_id=-number if known is None else None)
         door.poll(now_s)
         spent_us[kind].append((time.thread_time_ns() - start) / 1000)
         door.finish(str(number), 200, now_s)
         now_s += SECONDS_BETWEEN_CALLS
     result = {"bytes per live session": session_bytes}
     for kind, values in spent_us.items():
-        result |= {f"{kind} call, {share} %, us": float(np.percentile(values, share)) for share in (50, 99)}
+        result |= {f"{kind}, {share} %, us": float(np.percentile(values, share)) for share in (50, 99)}
     return result
 
 
@@ -73,25 +82,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sessions", type=int, default=10_000)
     parser.add_argument("--calls", type=int, default=20_000)
-    parser.add_argument("--history", type=int, default=10, help="calls that each live session has made (default: 10)")
+    parser.add_argument("--history", type=int, nargs="+", default=[10, 50], help="calls that each has made (10 50)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     results = {
-        predictor: measure(
+        f"{predictor}, {history} calls": measure(
             BasinConfig(admission="partial", predictor=predictor, order="size"),
             options.sessions,
             options.calls,
-            options.history,
+            history,
         )
         for predictor in ("seen", "trained")
+        for history in options.history
     }
     if options.json:
         print(json.dumps(results, indent=1))
         return
-    print(f"{options.sessions} sessions of {options.history} calls; bounds: 20 us a decision, 2,048 bytes a session\n")
-    print("| | seen | trained |\n| --- | --- | --- |")
-    for name in results["seen"]:
-        print(f"| {name} | {results['seen'][name]:.1f} | {results['trained'][name]:.1f} |")
+    print(f"{options.sessions} live sessions; bounds: 20 us a decision, 2,048 bytes a session\n")
+    print(f"| | {' | '.join(results)} |\n| --- |{' --- |' * len(results)}")
+    for name in next(iter(results.values())):
+        print(f"| {name} | {' | '.join(f'{one[name]:.1f}' for one in results.values())} |")
 
 
 if __name__ == "__main__":

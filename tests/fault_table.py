@@ -1,8 +1,9 @@
 """The README's table of faults, made from the tests that inject them.
 
 A test marked `@pytest.mark.fault(what, how)` says in its `seen` fixture what it observed and how long recovery took.
-`make fault-table` runs those tests and writes the rows between the README's two markers; a test holds the README to
-the marks, so that the table names exactly the faults that are tested.
+`make fault-table` runs those tests and writes the rows between the README's two markers, if all of them pass; faults
+that were not run (`FAULT_ARGS="-k frozen"`) keep their rows. A test holds the README to the marks, so that the table
+names exactly the faults that are tested.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if session.config.getoption("--fault-table") and exitstatus == 0:
-        rows = session.config.stash.get(_ROWS, {})
+        rows = dict(zip(in_readme(), _readme_rows(), strict=True)) | session.config.stash.get(_ROWS, {})
         ordered = [rows[fault] for fault in marked() if fault in rows]
         text = README.read_text(encoding="utf-8")
         before, rest = text.split(BEGIN)
@@ -79,5 +80,8 @@ def marked() -> list[tuple[str, ...]]:
 
 def in_readme() -> list[tuple[str, ...]]:
     """(what, how) of every row of the README's table."""
-    table = README.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0].strip().splitlines()
-    return [tuple(cell.strip() for cell in line.strip("|").split("|")[:2]) for line in table[2:]]
+    return [tuple(cell.strip() for cell in row.strip("|").split("|")[:2]) for row in _readme_rows()]
+
+
+def _readme_rows() -> list[str]:
+    return README.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0].strip().splitlines()[2:]

@@ -79,6 +79,8 @@ class _Inside:
     doors: tuple[str, ...]
     """The one that let it in, or all that it may belong to."""
     room: int
+    session_id: str | None
+    """As prefill knows it; None where this gate does not."""
     offered_tools: bool
 
 
@@ -185,7 +187,9 @@ class DecodeGate:
             output_tokens = len(getattr(request, "output_ids", None) or ())
             final, answered = self._is_final(request, call), not failed(request)
             kept_tokens = self._kept(request) if answered else 0
-            self._send(call.doors, messages.Left(call.room, output_tokens, final, answered, kept_tokens))
+            entered = None if call.session_id is None else self._entered.get((call.doors[0], call.session_id))
+            priority_ms = None if entered is None else entered.priority_ms
+            self._send(call.doors, messages.Left(call.room, output_tokens, final, answered, kept_tokens, priority_ms))
             self._note_left(call.room, answered=answered)
 
     def describe(self, status: Status) -> None:
@@ -274,13 +278,15 @@ class DecodeGate:
         self._entered.move_to_end(known)
         while len(self._entered) > self._max_sessions:
             self._entered.popitem(last=False)
-        self._let_on(request, (door,), priority_ms)
+        self._let_on(request, (door,), priority_ms, session_id)
 
-    def _let_on(self, request: Any, doors: tuple[str, ...], priority_ms: int) -> None:
+    def _let_on(
+        self, request: Any, doors: tuple[str, ...], priority_ms: int, session_id: str | None = None
+    ) -> None:
         request.priority = priority_ms
         if len(doors) == 1 and (rank := self._doors.rank_of(doors[0])) is not None:
             request.disagg_prefill_dp_rank = rank
-        self._inside[request.rid] = _Inside(doors, request.bootstrap_room, stamp_of(request).tools)
+        self._inside[request.rid] = _Inside(doors, request.bootstrap_room, session_id, stamp_of(request).tools)
         self._turn.go_on(request)
 
     def _send(self, doors: tuple[str, ...], message: messages.FromDecode) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from sglang_basin.config import BasinConfig
 from sglang_basin.engine.metrics import fault, metrics
 from sglang_basin.engine.openings import served_openings
-from sglang_basin.predictor.payload import task_payload
+from sglang_basin.predictor.payload import Body, task_payload
 from sglang_basin.wire import (
     AGENT_HEADER,
     END_FIELD,
@@ -82,8 +82,9 @@ class Claim:
     parent_id: str | None = None
 
 
-class Fields(msgspec.Struct):
-    """The fields of a request body that identity looks at, undecoded; everything else is skipped unparsed."""
+class Fields(Body):
+    """The fields of a request body that identity and the predictor look at, undecoded; everything else is skipped
+    unparsed."""
 
     session_id: msgspec.Raw = msgspec.Raw()
     prompt_cache_key: msgspec.Raw = msgspec.Raw()
@@ -91,8 +92,6 @@ class Fields(msgspec.Struct):
     client_metadata: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     tool_choice: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
     previous_response_id: msgspec.Raw = msgspec.Raw()
     n: msgspec.Raw = msgspec.Raw()
     end: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name=END_FIELD)
@@ -303,7 +302,7 @@ def _look(obj: Any, request: Any, *, with_task: bool) -> Stamp:
         tools=fields.offers_tools(),
         starts_agent=found is None and fields.starts_agent(),
         tail_tokens=0 if found else _tail_tokens(obj, request),
-        task=task_payload(body) if with_task else None,
+        task=task_payload(fields) if with_task else None,
     )
 
 

@@ -48,13 +48,15 @@ class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
 class Left(msgspec.Struct, tag="left", array_like=True, frozen=True):
     """The call of `room` has left decode, however it ended, with so many tokens of output; `answered` if it came to its
     end, `final` if it did so without calling one of the tools it was offered. Decode keeps the KV of the first
-    `kept_tokens` of prompt and output, for as long as it has no better use for the memory."""
+    `kept_tokens` of prompt and output, for as long as it has no better use for the memory. Further calls of its session
+    go by `priority_ms` here, if the session is known."""
 
     room: Room
     output_tokens: Tokens
     final: bool = False
     answered: bool = False
     kept_tokens: Tokens = 0
+    priority_ms: Milliseconds | None = None
 
 
 class Running(msgspec.Struct, tag="running", array_like=True, frozen=True):
@@ -79,7 +81,8 @@ class Enter(msgspec.Struct, tag="enter", array_like=True, frozen=True):
 
 
 class Reorder(msgspec.Struct, tag="reorder", array_like=True, frozen=True):
-    """Further calls of this session, whose call has just left decode, go by this priority: its prediction is newer."""
+    """Further calls of this session, whose call has just left decode, go by this priority, which its newer prediction
+    has changed."""
 
     session_id: SessionId
     priority_ms: Milliseconds

@@ -211,9 +211,10 @@ def show_control(control: ControlFigures) -> None:
 
 def show_prediction(session: Session) -> None:
     """A session ended: how far off were its first and its latest predicted peak?"""
-    for call, predicted in (("first", session.first_prediction), ("last", session.prediction)):
-        if predicted is not None and session.peak_tokens > 0:
-            error = math.log(max(1.0, predicted.at(0.5)) / session.peak_tokens)
+    last_tokens = None if session.prediction is None else session.prediction.at(0.5)
+    for call, predicted_tokens in (("first", session.first_predicted_tokens), ("last", last_tokens)):
+        if predicted_tokens is not None and session.peak_tokens > 0:
+            error = math.log(max(1.0, predicted_tokens) / session.peak_tokens)
             metrics().peak_log_error.labels(call).observe(error)
 
 

@@ -21,7 +21,8 @@ Rules (DESIGN, section 2), each held by a test in `tests/policy`:
    until it fits again (`policy.pausing`). A call under way is never stopped.
 9. What live sessions share counts once: each reserves without the shared front that its first call found cached, and
    the longest of these fronts is added once (`policy.sharing`; a first call that has not run yet is expected to find
-   what recent ones found). The working set that is shown stays the plain sum of contexts, as a client would add it
+   what recent ones found). Of sessions that began with the same prompt each but the first live one reserves without
+   all that it found of it. The working set that is shown stays the plain sum of contexts, as a client would add it
    up; `distinct_tokens` is what a cache needs for it. Nothing is credited when the engine does not say what was cached.
 10. Shedding drops the waiting session of the highest priority value, and only under `shedding`'s rule.
 
@@ -45,8 +46,8 @@ from sglang_basin.policy.pausing import PausedSessions, PauseSettings, victims
 from sglang_basin.policy.prediction import PeakPredictor
 from sglang_basin.policy.priority import ArrivalOrder
 from sglang_basin.policy.reservation import Reservation, ReservationLaw
-from sglang_basin.policy.sessions import Call, Session, Stage
-from sglang_basin.policy.sharing import SharedFront
+from sglang_basin.policy.sessions import NO_CALLS, Call, Session, Stage
+from sglang_basin.policy.sharing import FirstPrompts, SharedFront
 from sglang_basin.policy.shedding import Rates, SheddingSettings
 
 RETRY_AFTER_S = 30.0
@@ -163,8 +164,9 @@ class Door:
         self._reserved_variance = 0.0
         self._working_set_tokens = 0
         self._front = SharedFront()
-        self._shared: list[int] = []  # what each live session is credited with, ascending
-        self._shared_tokens = 0  # their sum
+        self._fronts: list[int] = []  # what each live session is credited with of it, ascending
+        self._prompts = FirstPrompts()
+        self._credited_tokens = 0  # all that live sessions are credited with
         self._held_count = 0
         self._tickets = 0
         self._armed = False
@@ -189,10 +191,11 @@ class Door:
         *,
         ends_session: bool = False,
         parent_id: str | None = None,
+        prompt_id: int | None = None,
     ) -> Decision:
         """A call arrived. `call_id` is unique among unfinished calls, the same for both legs; a known one gets its
         present state. `prompt_tokens` counts the whole prompt, cached or not. `parent_id` names the session that
-        started this one.
+        started this one. `prompt_id`, equal for equal prompts, matters with a session's first call.
         """
         now_s = self._advance(now_s)
         known = self._calls.get(call_id)
@@ -210,6 +213,7 @@ class Door:
         session.pause_s = now_s - session.last_active_s if ran_a_tool else 0.0
         self._set_context(session, session.context_with(prompt_tokens))
         if is_new:
+            session.prompt_id = prompt_id
             session.priority = self._by.priority(now_s, session.predicted_peak(self.settings.peak_share))
             if self._turned_away.pop(session_id, None) is None:
                 self._rates.arrived(now_s)  # a client that comes again is no new demand
@@ -264,7 +268,8 @@ class Door:
         session = self._live[call.session_id]
         if cached_tokens is not None and session.found_tokens is None:
             session.found_tokens = min(max(0, cached_tokens), call.prompt_tokens)
-            self._front.learn(session.found_tokens)
+            if not session.repeats:
+                self._front.learn(session.found_tokens)
             self._reserve(session)
         self._touch(session, now_s)
 
@@ -400,7 +405,7 @@ class Door:
             paused_sessions=len(self._paused),
             held_calls=self._held_count,
             working_set_tokens=self._working_set_tokens,
-            distinct_tokens=self._working_set_tokens - self._shared_tokens + self._shared_once(),
+            distinct_tokens=self._working_set_tokens - self._credited_tokens + self._front_once(),
             reserved_tokens=round(self._need()),
             budget_tokens=self.budget.tokens,
             reference_tokens=self.budget.reference_tokens,
@@ -436,28 +441,32 @@ class Door:
 
     def _need(self, session: Session | None = None) -> float:
         """Σ mean + z · √(Σ variance) of the live sessions, and of one more; what they share counts once."""
-        tokens, variance, once = self._reserved_tokens, self._reserved_variance, self._shared_once()
+        tokens, variance, once = self._reserved_tokens, self._reserved_variance, self._front_once()
         if session is not None:
-            reservation, shared = self.law.reserve(session), self._credit(session)
-            tokens += reservation.tokens - shared
+            reservation, (credit, front) = self.law.reserve(session), self._credit(session)
+            tokens += reservation.tokens - credit
             variance += reservation.variance
-            once = max(once, shared)
+            once = max(once, front)
         return tokens + once + (self.law.z * math.sqrt(max(0.0, variance)) if self.law.z else 0.0)
 
-    def _shared_once(self) -> int:
+    def _front_once(self) -> int:
         """The longest shared front of any live session: the others' are parts of it."""
-        return self._shared[-1] if self._shared else 0
+        return self._fronts[-1] if self._fronts else 0
 
-    def _credit(self, session: Session) -> int:
-        """What the session need not reserve, since others have it cached already."""
+    def _credit(self, session: Session) -> tuple[int, int]:
+        """What the session need not reserve, since others have it cached already; and how much of it is the front."""
         if not self.settings.shared_once:
-            return 0
-        front, found_tokens = self._front, session.found_tokens
+            return 0, 0
+        front, found_tokens, context_tokens = self._front, session.found_tokens, session.context_tokens
         if found_tokens is None:
-            return min(front.expected_tokens, session.context_tokens)
+            expected_tokens = min(front.expected_tokens, context_tokens)
+            return expected_tokens, expected_tokens
         # Raised for those that came before the front was known; kept when the front of newer sessions is another.
         session.shared_tokens = max(session.shared_tokens, min(found_tokens, front.tokens))
-        return min(session.shared_tokens, session.context_tokens)
+        if session.prompt_id is not None and self._prompts.is_shared(session.prompt_id, session.session_id):
+            return min(found_tokens, context_tokens), 0  # the front with it, which the prompt's owner counts
+        shared_tokens = min(session.shared_tokens, context_tokens)
+        return shared_tokens, shared_tokens
 
     def _rearm(self) -> bool:
         """Whether admission holds sessions now: from above the budget on, until well below it with nobody waiting."""
@@ -497,7 +506,7 @@ class Door:
             session = self._paused.waiting[call.session_id]
             shorter = sum(one.context_tokens < session.context_tokens for one in self._paused.waiting.values())
             free_tokens = self._resume_tokens() - self._staying_tokens()
-            need_tokens = session.context_tokens - self._credit(session)
+            need_tokens = session.context_tokens - self._credit(session)[0]
             return Queue(call.call_id, Reason.PAUSED, need_tokens, round(free_tokens), shorter)
         ahead = bisect.bisect_left(self._queue, _place(session))
         return Queue(
@@ -512,13 +521,13 @@ class Door:
 
     def _staying_tokens(self) -> int:
         """Contexts of the live sessions that are not about to leave, what they share counted once."""
-        return self._working_set_tokens - self._leaving_tokens - self._shared_tokens + self._shared_once()
+        return self._working_set_tokens - self._leaving_tokens - self._credited_tokens + self._front_once()
 
     def _resume_tokens(self) -> float:
         return self._pausing.resume_share * self.budget.reference_tokens if self._pausing is not None else 0.0
 
     def _fits_again(self, session: Session) -> bool:
-        need_tokens = session.context_tokens - self._credit(session)
+        need_tokens = session.context_tokens - self._credit(session)[0]
         return not self._live or self._staying_tokens() + need_tokens <= self._resume_tokens()
 
     def _pause_those_that_do_not(self, pausing: PauseSettings, now_s: float) -> None:
@@ -534,6 +543,8 @@ class Door:
             if session.calls:
                 session.leaving = True
                 self._leaving_tokens += session.context_tokens
+                if session.prompt_id is not None:
+                    self._part(session)
                 self._reserve(session)
             else:
                 self._pause(session, now_s)
@@ -577,6 +588,8 @@ class Door:
         return [Admit(call.call_id, reason, now_s - call.arrived_s) for call in session.calls.values()]
 
     def _keep(self, session: Session, call: Call) -> None:
+        if not session.calls:
+            session.calls = {}
         session.calls[call.call_id] = call
         self._calls[call.call_id] = call
 
@@ -585,8 +598,10 @@ class Door:
         self._live[session.session_id] = session
         self._working_set_tokens += session.context_tokens
         session.reserved_tokens = session.reserved_variance = 0.0
-        session.credited_tokens = 0
-        bisect.insort(self._shared, 0)
+        session.credited_tokens = session.front_tokens = 0
+        bisect.insort(self._fronts, 0)
+        if session.prompt_id is not None:
+            session.repeats = self._prompts.enter(session.prompt_id, session.session_id)
         self._reserve(session)
         self._touch(session, now_s)
 
@@ -600,20 +615,32 @@ class Door:
         session.peak_tokens = max(session.peak_tokens, context_tokens)
         if self._predictor is not None:
             session.prediction = self._predictor.predict(session)
-            session.first_prediction = session.first_prediction or session.prediction
+            if session.first_predicted_tokens is None:
+                session.first_predicted_tokens = session.prediction.at(0.5)
+        if context_tokens < session.first_tokens and session.prompt_id is not None:
+            self._part(session)  # cut short, it begins otherwise now
         if session.live:
             self._reserve(session)
 
+    def _part(self, session: Session) -> None:
+        """The session no longer holds its first prompt, which may now be another's own."""
+        assert session.prompt_id is not None
+        heir_id = self._prompts.leave(session.prompt_id, session.session_id)
+        session.prompt_id = None
+        if heir_id is not None:
+            self._reserve(self._live[heir_id])
+
     def _reserve(self, session: Session) -> None:
-        reservation, shared = self.law.reserve(session), self._credit(session)
+        reservation, (credit, front) = self.law.reserve(session), self._credit(session)
         if session.leaving:
-            reservation, shared = Reservation(0.0), 0
-        if shared != session.credited_tokens:
-            del self._shared[bisect.bisect_left(self._shared, session.credited_tokens)]
-            bisect.insort(self._shared, shared)
-            self._shared_tokens += shared - session.credited_tokens
-            session.credited_tokens = shared
-        tokens = reservation.tokens - shared
+            reservation, credit, front = Reservation(0.0), 0, 0
+        if front != session.front_tokens:
+            del self._fronts[bisect.bisect_left(self._fronts, session.front_tokens)]
+            bisect.insort(self._fronts, front)
+            session.front_tokens = front
+        self._credited_tokens += credit - session.credited_tokens
+        session.credited_tokens = credit
+        tokens = reservation.tokens - credit
         self._reserved_tokens += tokens - session.reserved_tokens
         self._reserved_variance += reservation.variance - session.reserved_variance
         session.reserved_tokens, session.reserved_variance = tokens, reservation.variance
@@ -626,8 +653,10 @@ class Door:
         self._leaving_tokens -= session.context_tokens if session.leaving else 0
         self._reserved_tokens -= session.reserved_tokens
         self._reserved_variance -= session.reserved_variance
-        self._shared_tokens -= session.credited_tokens
-        del self._shared[bisect.bisect_left(self._shared, session.credited_tokens)]
+        self._credited_tokens -= session.credited_tokens
+        del self._fronts[bisect.bisect_left(self._fronts, session.front_tokens)]
+        if session.prompt_id is not None:
+            self._part(session)
         session.live = session.leaving = False
         if not self._live:  # no rounding error outlives the sessions that caused it
             self._reserved_tokens = self._reserved_variance = 0.0
@@ -639,7 +668,7 @@ class Door:
         self._paused.release(session)
         for call_id in session.calls:
             del self._calls[call_id]
-        session.calls.clear()
+        session.calls = NO_CALLS
         self._ended.append(session)
         if completed:
             self._rates.completed(self._now_s)
@@ -659,7 +688,7 @@ class Door:
         assert session is not None
         del session.calls[call_id]
         if not session.calls:
-            session.calls.clear()  # gives its table back, 170 bytes of every idle session
+            session.calls = NO_CALLS
         if session.paused:
             if not session.calls:
                 self._paused.rest(session, now_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +19,7 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 class Prediction:
     """A session's peak context: `tokens` are its quantiles at `SHARES`, ascending."""
 
-    tokens: tuple[float, ...]
+    tokens: Sequence[float]
 
     def at(self, share: float) -> float:
         """The peak, in tokens, that is not exceeded with probability `share`; linear between the known quantiles."""

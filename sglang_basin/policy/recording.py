@@ -59,11 +59,18 @@ class RecordedDoor:
         *,
         ends_session: bool = False,
         parent_id: str | None = None,
+        prompt_id: int | None = None,
     ) -> Decision:
         answer = self.door.call(
-            call_id, session_id, prompt_tokens, now_s, ends_session=ends_session, parent_id=parent_id
+            call_id,
+            session_id,
+            prompt_tokens,
+            now_s,
+            ends_session=ends_session,
+            parent_id=parent_id,
+            prompt_id=prompt_id,
         )
-        self._note("call", (call_id, session_id, prompt_tokens, now_s, ends_session, parent_id), answer)
+        self._note("call", (call_id, session_id, prompt_tokens, now_s, ends_session, parent_id, prompt_id), answer)
         return answer
 
     def prefilled(self, call_id: str, now_s: float, *, cached_tokens: int | None = None) -> None:
@@ -159,14 +166,16 @@ def replay(lines: Iterable[str], door: Door) -> Iterator[Difference]:
 
 def _tell(door: Door, what: str, told: list[Any]) -> Any:
     if what == "call":
-        call_id, session_id, prompt_tokens, now_s, ends_session, *parent = told  # older recordings have no parents
+        call_id, session_id, prompt_tokens, now_s, ends_session, *since = told  # older recordings say less
+        parent_id, prompt_id = (*since, None, None)[:2]
         return door.call(
             call_id,
             session_id,
             prompt_tokens,
             now_s,
             ends_session=ends_session,
-            parent_id=parent[0] if parent else None,
+            parent_id=parent_id,
+            prompt_id=prompt_id,
         )
     if what == "prefilled":
         call_id, now_s, *found = told  # older recordings do not say what was found cached

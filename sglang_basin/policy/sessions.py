@@ -32,6 +32,10 @@ class Call:
     """The client said that this is the session's last call."""
 
 
+NO_CALLS: dict[str, Call] = {}
+"""Shared by all sessions between two calls, in place of an empty table of their own; never written to."""
+
+
 @dataclass(slots=True)
 class Session:
     """One agent session: everything a policy may look at."""
@@ -55,8 +59,8 @@ class Session:
     """Fixed at arrival; lowest goes first everywhere."""
     prediction: Prediction | None = None
     """Of its peak context, as of its latest call."""
-    first_prediction: Prediction | None = None
-    """The same as of its first call, to be compared with the peak in the end."""
+    first_predicted_tokens: float | None = None
+    """The median of the prediction of its first call, to be compared with the peak in the end."""
     calls_seen: int = 0
     pause_s: float = 0.0
     """Between the end of its last call and the arrival of its latest one; 0 for calls side by side."""
@@ -70,12 +74,18 @@ class Session:
     """How much of that is taken to be shared with others."""
     credited_tokens: int = 0
     """What it does not reserve at the moment because others have it cached."""
+    front_tokens: int = 0
+    """How much of that is the front that all share; what it shares with sessions that began alike is not."""
+    prompt_id: int | None = None
+    """Its first prompt, as long as its context begins with it; the same for the same prompt. None if nobody said."""
+    repeats: bool = False
+    """An earlier session began with the same prompt."""
     reserved_tokens: float = 0.0
     reserved_variance: float = 0.0
     ticket: int = 0
     """Its number in the queue, counted up by one from session to session."""
-    calls: dict[str, Call] = field(default_factory=dict)
-    """Calls not yet finished, by call id."""
+    calls: dict[str, Call] = field(default_factory=lambda: NO_CALLS)
+    """Calls not yet finished, by call id; `NO_CALLS` itself while there are none."""
 
     def busy(self) -> bool:
         """Whether a call is held or prefilling, the stages whose end this instance sees itself."""

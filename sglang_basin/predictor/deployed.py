@@ -7,7 +7,6 @@ method raises or blocks: what fails is counted, and `policy.prediction.PeaksSeen
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,14 +31,14 @@ class SessionLogThread(LogThread[Entry]):
 
 
 @dataclass(slots=True)
-class _Told:
-    """What a session's requests told, and its calls so far where they are logged."""
+class _Logged:
+    """What a session's line in the log will say: what its requests told, and its calls so far."""
 
-    described: bool = False
-    features: TaskFeatures = field(default_factory=TaskFeatures)
+    features: TaskFeatures | None = None
+    """None until they told something."""
     seen: int = 0
     """The number of the last call in `calls`."""
-    calls: array[int] = field(default_factory=lambda: array("L"))
+    calls: array[int] = field(default_factory=lambda: array("I"))
     """Prompt and output of each call, by turns."""
     pauses_s: array[float] = field(default_factory=lambda: array("f"))
     """Before each call."""
@@ -54,7 +53,7 @@ class DeployedPredictor:
         """Without a model `PeaksSeen` predicts, and sessions are logged all the same."""
         self.log = log
         self.trained = TrainedPredictor(model, max_sessions=max_sessions)
-        self._told: OrderedDict[str, _Told] = OrderedDict()
+        self._logged: dict[str, _Logged] = {}  # oldest first; nothing without a log
         self._max_sessions = max_sessions
 
     @classmethod
@@ -81,8 +80,7 @@ class DeployedPredictor:
 
         Cheap on a session's later calls, which tell the same; some 300 microseconds on the first.
         """
-        told = self._told.get(session_id)
-        if not isinstance(payload, dict) or (told is not None and told.described):
+        if not isinstance(payload, dict) or self._is_described(session_id):
             return
         try:
             features = TaskFeatures.from_payload(payload)
@@ -90,10 +88,8 @@ class DeployedPredictor:
             self.trained.failed(error)
             return
         self.trained.describe(session_id, task=features.task, kin=features.kin)
-        told = self._follow(session_id)
-        told.described = True
         if self.log is not None:
-            told.features = features
+            self._follow(session_id).features = features
 
     def predict(self, session: Session) -> Prediction:
         if self.log is not None:
@@ -104,16 +100,16 @@ class DeployedPredictor:
         return self.trained.predict(session)
 
     def learn(self, session: Session) -> None:
-        told = self._told.pop(session.session_id, None)
+        logged = self._logged.pop(session.session_id, None)
         self.trained.learn(session)
-        if told is None or self.log is None or not told.calls:
+        if logged is None or self.log is None or not logged.calls:
             return
-        calls = tuple(zip(told.calls[::2], told.calls[1::2], strict=True))
-        features, pauses_s = told.features, tuple(told.pauses_s[1:])
+        calls = tuple(zip(logged.calls[::2], logged.calls[1::2], strict=True))
+        features, pauses_s = logged.features or TaskFeatures(), tuple(logged.pauses_s[1:])
         self.log.put(Entry(calls, features.kin, features.task, features.text, pauses_s))
 
     def forget(self, session_id: str) -> None:
-        self._told.pop(session_id, None)
+        self._logged.pop(session_id, None)
         self.trained.forget(session_id)
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -121,30 +117,34 @@ class DeployedPredictor:
         if self.log is not None:
             self.log.close(timeout_s)
 
-    def _follow(self, session_id: str) -> _Told:
-        told = self._told.get(session_id)
-        if told is None:
-            told = self._told[session_id] = _Told()
-            if len(self._told) > self._max_sessions:
-                self._told.popitem(last=False)
-        else:
-            self._told.move_to_end(session_id)
-        return told
+    def _is_described(self, session_id: str) -> bool:
+        if self.log is None:
+            return self.trained.knows(session_id)
+        logged = self._logged.get(session_id)
+        return logged is not None and logged.features is not None
+
+    def _follow(self, session_id: str) -> _Logged:
+        logged = self._logged.get(session_id)
+        if logged is None:
+            logged = self._logged[session_id] = _Logged()
+            if len(self._logged) > self._max_sessions:
+                del self._logged[next(iter(self._logged))]
+        return logged
 
     def _note(self, session: Session) -> None:
-        told, calls = self._follow(session.session_id), session.calls_seen
-        if calls < told.seen:  # another session of the same name
-            told.calls, told.pauses_s, told.seen = array("L"), array("f"), 0
+        logged, calls = self._follow(session.session_id), session.calls_seen
+        if calls < logged.seen:  # another session of the same name
+            logged.calls, logged.pauses_s, logged.seen = array("I"), array("f"), 0
         context = max(1, session.context_tokens)
-        if calls > told.seen:
-            told.seen = calls
-            if len(told.calls) < 2 * MAX_LOGGED_CALLS:
-                told.calls.extend((context, 0))
-                told.pauses_s.append(session.pause_s)
+        if calls > logged.seen:
+            logged.seen = calls
+            if len(logged.calls) < 2 * MAX_LOGGED_CALLS:
+                logged.calls.extend((context, 0))
+                logged.pauses_s.append(session.pause_s)
                 return
-        prompt, output = told.calls[-2:] if told.calls else (0, 0)
-        if told.seen > MAX_LOGGED_CALLS:  # the last place holds the longest context
+        prompt, output = logged.calls[-2:] if logged.calls else (0, 0)
+        if logged.seen > MAX_LOGGED_CALLS:  # the last place holds the longest context
             if context > prompt + output:
-                told.calls[-2:] = array("L", (context, 0))
-        elif told.calls:
-            told.calls[-1] = max(0, context - prompt)
+                logged.calls[-2:] = array("I", (context, 0))
+        elif logged.calls:
+            logged.calls[-1] = max(0, context - prompt)

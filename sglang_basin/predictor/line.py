@@ -46,12 +46,15 @@ class Line:
         self._slopes = solved[:-1]
         self._constant = float(solved[-1])
         self._inverse = 1.0 / self.scale
+        self._cut = np.full_like(self.scale, CUT)
 
     def value(self, row: npt.NDArray[Any]) -> float:
         """The target for one row."""
-        standard = (row[self.columns] - self.middle) * self._inverse
-        np.minimum(standard, CUT, out=standard)
-        np.maximum(standard, -CUT, out=standard)
+        standard = row.take(self.columns)
+        standard -= self.middle
+        standard *= self._inverse
+        np.minimum(standard, self._cut, out=standard)
+        np.maximum(standard, -self._cut, out=standard)
         return float(standard @ self._slopes) + self._constant
 
     def values_of(self, rows: Floats) -> Floats:

@@ -11,15 +11,14 @@ Everything in it is numbers of fixed size. Not thread-safe; one caller.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang_basin.policy.prediction import SHARES
 from sglang_basin.predictor.features import NAMES, History
 from sglang_basin.predictor.forest import Forest
+from sglang_basin.predictor.lessons import Guess, Lessons
 from sglang_basin.predictor.line import Line
 from sglang_basin.predictor.online import Averages, Calibration, Mixture, stage
 from sglang_basin.predictor.text import Task, TextScore
@@ -58,20 +57,6 @@ class Subject:
     task: int | None = None
     text_score: float = 0.0
     characters: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A prediction before it becomes quantiles, kept until the session's end to learn from it."""
-
-    row: npt.NDArray[np.float64]
-    stage: int
-    log_context: float
-    mean: float
-    spread: float
-    """Of ln(peak / context)."""
-    parts: tuple[float, float, float]
-    """The means of trend, line and forest."""
 
 
 TREND_COLUMNS = tuple(NAMES.index(name) for name in ("log_context", "log_calls", "kin_over_context"))
@@ -135,22 +120,28 @@ class PeakModel:
             for share, score in zip(SHARES, self.calibration.scores(guess.stage), strict=True)
         )
 
-    def learn(self, guesses: Sequence[Guess], subject: Subject, peak_tokens: int) -> None:
-        """A session has ended with this peak, after these guesses."""
+    def learn(self, lessons: Lessons, subject: Subject, peak_tokens: int) -> None:
+        """A session has ended with this peak, after guesses of which these lessons are left."""
         log_peak = math.log(max(1, peak_tokens))
-        targets = [max(0.0, log_peak - guess.log_context) for guess in guesses]
-        for guess, target in zip(guesses, targets, strict=True):
-            self.calibration.learn(guess.stage, (target - guess.mean) / guess.spread)
-        if guesses:
-            rows = np.stack([guess.row for guess in guesses])
-            weight, forget = row_weight(len(guesses)), 1.0 / self.settings.horizon_sessions
-            stages, reached = np.array([guess.stage for guess in guesses]), np.array(targets)
-            for part in (self.trend, self.line):
-                part.add(rows, reached, weight, forget)
-            self.forest.add(rows, stages, reached, weight, forget)
-            self.mixture.learn(reached[:, None] - np.array([guess.parts for guess in guesses]), weight, forget)
+        if len(lessons):
+            self._learn_rows(lessons, log_peak)
         self.tasks.learn(subject.task, log_peak)
         self.kins.learn(subject.kin, log_peak)
+
+    def _learn_rows(self, lessons: Lessons, log_peak: float) -> None:
+        errors, rows = lessons.errors(), lessons.rows()
+        targets = np.maximum(0.0, log_peak - errors["log_context"].astype(np.float64))
+        standard = (targets - errors["mean"]) / errors["spread"]
+        for at_stage, error in zip(errors["stage"].tolist(), standard.tolist(), strict=True):
+            self.calibration.learn(at_stage, error)
+        places, values = rows["place"], rows["values"].astype(np.float64)
+        stages, reached = errors["stage"][places].astype(np.intp), targets[places]
+        # The rows kept stand for one of every stage.
+        weight, forget = row_weight(len(errors)) * len(errors) / len(rows), 1.0 / self.settings.horizon_sessions
+        for part in (self.trend, self.line):
+            part.add(values, reached, weight, forget)
+        self.forest.add(values, stages, reached, weight, forget)
+        self.mixture.learn(reached[:, None] - rows["parts"], weight, forget)
 
 
 def row_weight(rows: int) -> float:

@@ -46,8 +46,8 @@ _BILLING_NOTE = "x-anthropic-billing-header"
 """How a system block of Claude Code starts that differs from session to session."""
 
 
-class _Body(msgspec.Struct):
-    """What tells of the task, undecoded; the rest of a body is skipped."""
+class Body(msgspec.Struct):
+    """The fields of a request body that tell of the task, undecoded; the rest is skipped unparsed."""
 
     model: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
@@ -58,12 +58,13 @@ class _Body(msgspec.Struct):
     instructions: msgspec.Raw = msgspec.Raw()
 
 
-_decode_body = msgspec.json.Decoder(_Body).decode
+_decode_body = msgspec.json.Decoder(Body).decode
 _decode_element = json.JSONDecoder().raw_decode
 
 
-def task_payload(body: bytes | Mapping[str, Any], *, keep_text: bool = False) -> dict[str, Any] | None:
-    """What a body, raw or parsed, says of its session; None where it says nothing or cannot be read. Never raises.
+def task_payload(body: bytes | Body | Mapping[str, Any], *, keep_text: bool = False) -> dict[str, Any] | None:
+    """What a body (raw, its fields, or parsed) says of its session; None where it says nothing or cannot be read. Never
+    raises.
 
     About a millisecond for a task text of 8,000 characters, some ten microseconds when the text was seen lately, as on
     a session's later calls; besides, a millisecond or two per MB of body. `keep_text` adds the text's start itself,
@@ -89,15 +90,20 @@ def task_payload(body: bytes | Mapping[str, Any], *, keep_text: bool = False) ->
     return payload or None
 
 
-def _fields(body: bytes | Mapping[str, Any]) -> tuple[Any, Any, str | None] | None:
+def _fields(body: bytes | Body | Mapping[str, Any]) -> tuple[Any, Any, str | None] | None:
     """(messages or a bare text, system prompt, model's name) of a body, whatever their forms."""
-    if isinstance(body, Mapping):
-        found = {name: _until_task(body.get(name)) for name in _Body.__struct_fields__}
-    elif 0 < len(body) <= MAX_BODY_BYTES:
-        raw = _decode_body(body)
-        found = {name: _leading(getattr(raw, name)) for name in _Body.__struct_fields__}
+    if isinstance(body, bytes):
+        if not 0 < len(body) <= MAX_BODY_BYTES:
+            return None
+        body = _decode_body(body)
+    names = Body.__struct_fields__
+    if isinstance(body, Body):
+        raw = {name: memoryview(getattr(body, name)) for name in names}
+        if sum(map(len, raw.values())) > MAX_BODY_BYTES:
+            return None
+        found = {name: _leading(value) for name, value in raw.items()}
     else:
-        return None
+        found = {name: _until_task(body.get(name)) for name in names}
     messages = next((found[name] for name in ("messages", "input", "prompt", "text") if found[name]), None)
     if isinstance(messages, list) and messages and all(isinstance(one, str) for one in messages):
         messages = messages[0]  # completions and generate take a list of prompts
@@ -106,9 +112,9 @@ def _fields(body: bytes | Mapping[str, Any]) -> tuple[Any, Any, str | None] | No
     return messages, system, model[:_MODEL_CHARACTERS] if isinstance(model, str) else None
 
 
-def _leading(raw: msgspec.Raw) -> Any:
+def _leading(raw: memoryview) -> Any:
     """A JSON value; of a list only the elements up to the first user message are decoded."""
-    text = bytes(raw).decode("utf-8", "replace").lstrip()
+    text = str(raw, "utf-8", "replace").lstrip()
     if text.startswith("["):
         return _until_task(_elements(text))
     return _until_task(json.loads(text)) if text else None

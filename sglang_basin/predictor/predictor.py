@@ -8,13 +8,15 @@ another process or thread; its result is small.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+import random
+from array import array
+from dataclasses import dataclass
 
 from sglang_basin.policy.prediction import PeaksSeen, Prediction
 from sglang_basin.policy.sessions import Session
 from sglang_basin.predictor.features import History
-from sglang_basin.predictor.model import Guess, PeakModel, Subject
+from sglang_basin.predictor.lessons import Lessons
+from sglang_basin.predictor.model import PeakModel, Subject
 from sglang_basin.predictor.online import stage_begins
 from sglang_basin.predictor.recorded import kin_of
 from sglang_basin.predictor.text import Task, read_task
@@ -23,7 +25,10 @@ STALE_FACTOR = 1.1
 """A prediction holds until the context has changed by this factor. No door takes it for less than the context."""
 
 MAX_SESSIONS = 20_000
-"""Sessions remembered at once, 5 KB each at most; beyond, the longest untouched one is forgotten and then unknown."""
+"""Sessions remembered at once, about 1 KB each; beyond, the oldest one is forgotten and then unknown."""
+
+_NOTHING_YET = History().packed()
+_UNKNOWN = Subject()
 
 
 @dataclass(slots=True)
@@ -38,30 +43,42 @@ class PredictorCounts:
     """Exceptions in the model; none of them reaches the caller."""
 
 
-@dataclass(slots=True)
 class _Followed:
-    history: History = field(default_factory=History)
-    subject: Subject = field(default_factory=Subject)
-    guesses: list[Guess] = field(default_factory=list)
-    """One per stage: the first prediction in it."""
-    prediction: Prediction | None = None
-    until_calls: float = 0
-    """The prediction holds before this call, with which a new stage begins,"""
-    above_tokens: float = 0.0
-    below_tokens: float = 0.0
-    """and while the context is between these."""
+    """One session, in as little space as its next prediction and its lessons allow."""
+
+    __slots__ = ("history", "lessons", "prediction", "subject", "tokens", "until_calls")
+
+    def __init__(self) -> None:
+        self.subject: Subject | None = None
+        """None until it was described."""
+        self.begin()
+
+    def begin(self) -> None:
+        self.history = _NOTHING_YET
+        self.lessons = Lessons()
+        self.prediction: Prediction | None = None
+        self.until_calls = 0.0
+        """The prediction holds before this call, with which a new stage begins,"""
+        self.tokens = 0
+        """and while the context is about this long."""
+
+    def holds(self, calls: int, tokens: int) -> bool:
+        return calls < self.until_calls and self.tokens < STALE_FACTOR * tokens and tokens < STALE_FACTOR * self.tokens
 
 
 class TrainedPredictor:
     """`policy.prediction.PeakPredictor`. Not thread-safe, like the door that asks it."""
 
-    def __init__(self, model: PeakModel | None, *, max_sessions: int = MAX_SESSIONS) -> None:
+    def __init__(self, model: PeakModel | None, *, max_sessions: int = MAX_SESSIONS, seed: int = 1) -> None:
+        """`seed` draws which rows of a session it learns from."""
         self.model = model
         self.counts = PredictorCounts()
         self.last_failure: str | None = None
         self._seen = PeaksSeen()
-        self._of: OrderedDict[str, _Followed] = OrderedDict()
+        self._of: dict[str, _Followed] = {}  # oldest first
         self._max_sessions = max_sessions
+        self._draw = random.Random(seed)
+        self._history = History()  # of whichever session is looked at
 
     def __len__(self) -> int:
         return len(self._of)
@@ -80,13 +97,21 @@ class TrainedPredictor:
 
         `task` is a text already read, `kin` the fingerprint of whatever agent's sessions have in common.
         """
+        if self.model is None:
+            return
         try:
             task = task if task is not None else read_task(text)
             kin = kin if kin is not None else kin_of(agent, model)
             followed = self._follow(session_id)
-            followed.subject = self.model.subject(task, kin) if self.model is not None else Subject(kin)
+            followed.subject = _UNKNOWN  # described all the same, should this fail
+            followed.subject = self.model.subject(task, kin)
         except Exception as error:  # noqa: BLE001 - a prediction must never cost a call
             self.failed(error)
+
+    def knows(self, session_id: str) -> bool:
+        """Whether the session was described, or need not be."""
+        followed = self._of.get(session_id)
+        return self.model is None or (followed is not None and followed.subject is not None)
 
     def predict(self, session: Session) -> Prediction:
         self.counts.predictions += 1
@@ -105,7 +130,7 @@ class TrainedPredictor:
         if followed is None or self.model is None:
             return
         try:
-            self.model.learn(followed.guesses, followed.subject, session.peak_tokens)
+            self.model.learn(followed.lessons, followed.subject or _UNKNOWN, session.peak_tokens)
         except Exception as error:  # noqa: BLE001 - learning must never cost a call
             self.failed(error)
 
@@ -118,27 +143,26 @@ class TrainedPredictor:
         if followed is None:
             followed = self._of[session_id] = _Followed()
             if len(self._of) > self._max_sessions:
-                self._of.popitem(last=False)
-        else:
-            self._of.move_to_end(session_id)
+                del self._of[next(iter(self._of))]
         return followed
 
     def _predict(self, session: Session, model: PeakModel) -> Prediction:
-        followed = self._follow(session.session_id)
-        if session.calls_seen < followed.history.calls:  # another session of the same name
-            followed.history, followed.guesses, followed.prediction = History(), [], None
+        followed, history = self._follow(session.session_id), self._history
+        history.unpack(followed.history)
         calls, tokens = session.calls_seen, session.context_tokens
-        changed = followed.history.advance(calls, tokens, session.pause_s)
-        if followed.prediction is not None and (
-            not changed or (calls < followed.until_calls and followed.above_tokens < tokens < followed.below_tokens)
-        ):
+        if calls < history.calls:  # another session of the same name
+            followed.begin()
+            history.unpack(followed.history)
+        changed = history.advance(calls, tokens, session.pause_s)
+        if changed:
+            followed.history = history.packed()
+        if followed.prediction is not None and (not changed or followed.holds(calls, tokens)):
             return followed.prediction
-        guess = model.guess(followed.history, followed.subject)
-        if not followed.guesses or guess.stage > followed.guesses[-1].stage:
-            followed.guesses.append(guess)
+        guess = model.guess(history, followed.subject or _UNKNOWN)
+        followed.lessons.note(guess, self._draw)
         followed.until_calls = stage_begins(guess.stage + 1)
-        followed.above_tokens, followed.below_tokens = tokens / STALE_FACTOR, tokens * STALE_FACTOR
-        followed.prediction = Prediction(tuple(quantile for _, quantile in model.quantiles(guess)))
+        followed.tokens = tokens
+        followed.prediction = Prediction(array("d", [quantile for _, quantile in model.quantiles(guess)]))
         return followed.prediction
 
     def failed(self, error: Exception) -> None:

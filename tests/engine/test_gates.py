@@ -366,6 +366,27 @@ def test_decode_orders_later_calls_by_the_sessions_latest_prediction(pair: Pair)
     assert prefill_leg.priority == decode_leg.priority == first.priority + 90_000
 
 
+def test_decode_hears_of_a_sessions_order_only_when_it_has_changed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    send = pair.channel.send
+    monkeypatch.setattr(pair.channel, "send", lambda peer, message: told.append(message) or send(peer, message))
+
+    def served(room: int, output_tokens: int) -> list[Any]:
+        told.clear()
+        legs = {"prefill": [pair.call("a", room, 100, side="p")], "decode": [pair.call("a", room, 100)]}
+        pair.until(lambda p, d: bool(p and d), **legs)
+        pair.decode.left(SimpleNamespace(rid=f"d{room}", output_ids=[0] * output_tokens, finished_reason=None))
+        pair.until(lambda p, d: not pair.prefill.door.runs("a"))
+        return [message for message in told if isinstance(message, messages.Reorder)]
+
+    assert served(1, 500) == []  # by arrival
+    pair.prefill.door._by = SizeAwareOrder(10.0)
+    (reorder,) = served(2, 500)
+    assert served(3, 500) == []
+    (later,) = served(4, 700)
+    assert later.priority_ms - reorder.priority_ms == 20_000
+
+
 def test_both_legs_of_all_calls_of_a_session_carry_its_fixed_priority(pair: Pair) -> None:
     def legs(session: str, room: int) -> list[Any]:
         both = {"prefill": [pair.call(session, room, side="p")], "decode": [pair.call(session, room)]}

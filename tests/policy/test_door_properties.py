@@ -261,7 +261,7 @@ def test_sums_match_the_table_and_tables_end_empty(setup: Setup, steps: list) ->
     state = door.state()
     assert (state.live_sessions, state.queued_sessions, state.paused_sessions, state.held_calls) == (0, 0, 0, 0)
     assert state.working_set_tokens == state.distinct_tokens == state.reserved_tokens == 0
-    for name in ("_live", "_waiting", "_queue", "_away", "_calls", "_held", "_shared"):
+    for name in ("_live", "_waiting", "_queue", "_away", "_calls", "_held", "_fronts"):
         assert not getattr(door, name), name
 
 

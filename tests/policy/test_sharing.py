@@ -12,7 +12,16 @@ from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.decisions import Admit, Queue, Reason
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.reservation import CurrentContext
-from sglang_basin.policy.sharing import MIN_SEEN, QUORUM, SLACK_SHARE, SLACK_TOKENS, WINDOW, SharedFront
+from sglang_basin.policy.sharing import (
+    MAX_PROMPTS,
+    MIN_SEEN,
+    QUORUM,
+    SLACK_SHARE,
+    SLACK_TOKENS,
+    WINDOW,
+    FirstPrompts,
+    SharedFront,
+)
 
 
 def learnt(found: list[int]) -> SharedFront:
@@ -72,8 +81,10 @@ def make_door(budget_tokens: int, *, shared_once: bool = True) -> Door:
     return Door(settings, law=CurrentContext(), budget=budget)
 
 
-def enter(door: Door, number: int, prompt_tokens: int, found_tokens: int | None) -> Admit | Queue:
-    decision = door.call(f"c{number}", f"s{number}", prompt_tokens, float(number))
+def enter(
+    door: Door, number: int, prompt_tokens: int, found_tokens: int | None, prompt_id: int | None = None
+) -> Admit | Queue:
+    decision = door.call(f"c{number}", f"s{number}", prompt_tokens, float(number), prompt_id=prompt_id)
     assert isinstance(decision, Admit | Queue)
     if isinstance(decision, Admit):
         door.prefilled(f"c{number}", float(number), cached_tokens=found_tokens)
@@ -151,3 +162,136 @@ def test_an_engine_that_does_not_say_what_was_cached_credits_nothing() -> None:
     reasons = [enter(door, number, 1_000, None).reason for number in range(6)]
     assert reasons[4] is Reason.NO_HEADROOM
     assert door.state().distinct_tokens == door.state().working_set_tokens == 4_000
+
+
+def test_tasks_that_are_started_again_one_after_another_share_nothing() -> None:
+    """The cache still holds what sessions that have ended began with. It is nobody's but the new ones'."""
+    door = make_door(10**6)
+    for number in range(8):
+        enter(door, number, 1_000, 0, prompt_id=number)
+        door.end(f"s{number}", float(number))
+    for number in range(8, 16):
+        enter(door, number, 1_000, 999, prompt_id=number - 8)
+    assert door.state().distinct_tokens == door.state().working_set_tokens == 8_000
+
+
+def test_sessions_that_began_alike_share_their_prompt_as_long_as_they_live() -> None:
+    door = make_door(10**6)
+    for number in range(3):
+        enter(door, number, 1_000, 990 if number else 0, prompt_id=7)
+    assert door.state().distinct_tokens == 1_000 + 2 * 10
+    door.finish("c2", 500, 3.0)
+    assert door.state().distinct_tokens == 1_000 + 10 + 510
+    door.end("s0", 4.0)  # the prompt is the second one's own now
+    assert door.state().distinct_tokens == 1_000 + 510
+    door.end("s1", 5.0)
+    assert door.state().distinct_tokens == door.state().working_set_tokens == 1_500
+    enter(door, 3, 1_000, 990, prompt_id=7)
+    assert door.state().distinct_tokens == 1_500 + 10
+    door.finish("c2", 0, 6.0)
+    door.call("cut", "s2", 400, 7.0)  # its context was summed up: it begins otherwise
+    assert door.state().distinct_tokens == door.state().working_set_tokens == 1_400
+
+
+class World:
+    """Sessions on one front, each with one of a few tasks, and a cache that never loses anything. A context is the
+    front, the task, and what is the session's own; a cut one is the front and its own."""
+
+    def __init__(self, front: int, tasks: list[int]) -> None:
+        self.front = front
+        self.tasks = tasks
+        self.door = make_door(10**9)
+        self.cached: set[int] = set()
+        self.live: dict[str, tuple[int | None, int]] = {}  # session -> (its task, context)
+        self.calls: dict[str, int] = {}  # those not prefilled yet -> task
+        self.now_s = 0.0
+
+    def start(self, task: int) -> None:
+        self.now_s += 1.0
+        name, prompt = f"s{self.now_s:.0f}", self.front + self.tasks[task]
+        self.door.call(name, name, prompt, self.now_s, prompt_id=task)
+        self.live[name], self.calls[name] = (task, prompt), task
+
+    def prefill(self, name: str) -> None:
+        if name in self.calls:
+            task = self.calls.pop(name)
+            found = self.front if self.cached else 0
+            self.door.prefilled(
+                name, self.now_s, cached_tokens=found + self.tasks[task] - 1 if task in self.cached else found
+            )
+            self.cached.add(task)
+
+    def grow(self, name: str, tokens: int) -> None:
+        self.prefill(name)
+        task, context = self.live[name]
+        self._call(name, context + tokens)
+        self.live[name] = (task, context + tokens)
+
+    def cut(self, name: str, tokens: int) -> None:
+        self.prefill(name)
+        task, context = self.live[name]
+        first = self.front + self.tasks[task] if task is not None else context
+        if self.front + tokens < first:
+            self._call(name, self.front + tokens)
+            self.live[name] = (None, self.front + tokens)
+
+    def end(self, name: str) -> None:
+        self.prefill(name)
+        self.door.end(name, self.now_s)
+        del self.live[name]
+
+    def _call(self, name: str, context: int) -> None:
+        self.now_s += 1.0
+        self.door.finish(name, 0, self.now_s)
+        self.door.call(name, name, context, self.now_s)
+
+    def needs(self) -> int:
+        """Tokens that a cache must hold for the live sessions, each prefix once."""
+        held = {task for task, _ in self.live.values() if task is not None}
+        own = sum(
+            context - self.front - (self.tasks[task] if task is not None else 0) for task, context in self.live.values()
+        )
+        return own + sum(self.tasks[task] for task in held) + (self.front if self.live else 0)
+
+
+@given(
+    st.integers(0, 3_000),
+    st.lists(st.integers(1, 2_000), min_size=5, max_size=5),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["start", "start", "prefill", "grow", "cut", "end"]),
+            st.integers(0, 99),
+            st.integers(1, 500),
+        ),
+        max_size=80,
+    ),
+)
+def test_what_is_shared_is_never_overrated(front: int, tasks: list[int], steps: list[tuple[str, int, int]]) -> None:
+    world = World(front, tasks)
+    for what, which, tokens in steps:
+        names = list(world.live)
+        if what == "start":
+            world.start(which % len(tasks))
+        elif names:
+            name = names[which % len(names)]
+            if what in ("prefill", "end"):
+                getattr(world, what)(name)
+            else:
+                getattr(world, what)(name, tokens)
+        state = world.door.state()
+        assert world.needs() <= state.distinct_tokens <= state.working_set_tokens
+    for name in list(world.live):
+        world.end(name)
+    assert world.door.state().distinct_tokens == 0
+
+
+def test_first_prompts_are_remembered_within_bounds() -> None:
+    prompts = FirstPrompts()
+    assert not prompts.enter(-1, "a")
+    assert prompts.enter(-1, "b")
+    for number in range(2 * MAX_PROMPTS):
+        assert not prompts.enter(number, f"s{number}")
+        assert prompts.leave(number, f"s{number}") is None
+    assert len(prompts) <= MAX_PROMPTS + 1
+    assert prompts.enter(2 * MAX_PROMPTS - 1, "again")
+    assert not prompts.enter(0, "s0")

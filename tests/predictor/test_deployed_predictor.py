@@ -80,17 +80,17 @@ def test_a_long_session_keeps_its_peak_in_the_log(model, tmp_path):
     assert read.peak_tokens == 9017
 
 
-def test_sessions_turned_away_are_forgotten(model):
-    deployed = DeployedPredictor(model)
+def test_sessions_turned_away_are_forgotten(model, tmp_path):
+    deployed = DeployedPredictor(model, SessionLogThread(SessionLog(tmp_path / "log")))
     door = door_with(deployed, tokens=1000)
     for name in ("a", "b", "c"):
         deployed.describe(name, LONG)
     assert not isinstance(door.call("1", "a", 900, 0.0), Queue)
     door.call("2", "b", 900, 1.0)
     assert isinstance(door.call("3", "c", 900, 2.0), Queue)
-    assert len(deployed.trained) == len(deployed._told) == 3
+    assert len(deployed.trained) == len(deployed._logged) == 3
     door.poll(70.0)  # held for too long
-    assert set(deployed._told) == {"a", "b"}
+    assert set(deployed._logged) == {"a", "b"}
     assert len(deployed.trained) == 2
 
 
@@ -174,7 +174,7 @@ def test_its_tables_are_bounded(model, tmp_path):
     for number in range(100):
         deployed.describe(str(number), LONG)
         deployed.predict(Session(str(number), 0.0, 3000, 0.0, calls_seen=1))
-    assert len(deployed._told) == len(deployed.trained) == 10
+    assert len(deployed._logged) == len(deployed.trained) == 10
     deployed.close()
 
 

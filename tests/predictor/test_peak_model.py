@@ -13,7 +13,8 @@ from sglang_basin.predictor.baseline import Baseline
 from sglang_basin.predictor.evaluate import cross_validate, score
 from sglang_basin.predictor.features import NAMES, History
 from sglang_basin.predictor.fitted import Frozen
-from sglang_basin.predictor.forest import ForestSettings, fit_forest
+from sglang_basin.predictor.forest import LEFT, Forest, ForestSettings, fit_forest
+from sglang_basin.predictor.lessons import Lessons
 from sglang_basin.predictor.line import fit_line
 from sglang_basin.predictor.model import Subject, above_zero
 from sglang_basin.predictor.online import FIRST_CALLS, Averages, Calibration, Mixture, stage
@@ -68,7 +69,7 @@ def test_runs_of_a_task_pull_the_prediction(model):
     history.advance(1, 2000)
     before = model.guess(history, subject).mean
     for _ in range(4):
-        model.learn([], subject, 400_000)
+        model.learn(Lessons(), subject, 400_000)
     after = model.guess(history, subject)
     assert after.mean > before + 1
     assert model.guess(history, Subject()).mean == pytest.approx(before, abs=0.05)
@@ -78,7 +79,7 @@ def test_a_run_that_outgrew_its_task_is_not_held_back(model):
     """A task whose runs ended at 5K says little about one that is at 50K already; never that it must shrink."""
     subject, history = Subject(task=5), History()
     for _ in range(8):
-        model.learn([], subject, 5_000)
+        model.learn(Lessons(), subject, 5_000)
     history.advance(1, 50_000)
     guess = model.guess(history, subject)
     assert guess.mean > 0
@@ -97,6 +98,20 @@ def test_truncated_normal_by_sampling():
     drawn = rng.normal(-0.4, math.sqrt(0.5), 400_000)
     drawn = drawn[drawn > 0]
     assert above_zero(-0.4, 0.5) == pytest.approx((drawn.mean(), drawn.var()), rel=0.02)
+
+
+@pytest.mark.parametrize("depth", range(1, 11))
+def test_a_walk_of_several_levels_comes_to_the_same_leaves(depth):
+    rng = np.random.default_rng(depth)
+    size, trees = 1 << depth, 3
+    questions = rng.integers(0, 6, size=(2, trees, size))
+    thresholds = np.where(rng.random((2, trees, size)) < 0.2, LEFT, rng.normal(size=(2, trees, size)))
+    forest = Forest(questions, thresholds, 1 + rng.random((3, 2 * trees * size)))
+    rows, stages = rng.normal(size=(50, 6)), rng.integers(0, 2, size=50)
+    means, variances = forest.moments_of(rows, stages)
+    found = np.array([forest.moments(row, int(stage)) for row, stage in zip(rows, stages, strict=True)])
+    assert np.allclose(found[:, 0], means)
+    assert np.allclose(found[:, 1], variances)
 
 
 def test_forest_one_row_as_many():

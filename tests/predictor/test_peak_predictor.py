@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -86,11 +87,37 @@ def test_a_name_used_again_starts_anew(model):
     assert predictor.counts.failures == 0
 
 
-def test_one_guess_is_kept_per_stage(model):
+def test_one_guess_counts_per_stage(model):
     predictor = TrainedPredictor(model)
     for call in range(1, 3000):
         predictor.predict(at(1000 + call, call))
-    assert len(predictor._of["s"].guesses) <= 12
+    assert len(predictor._of["s"].lessons) == 12
+
+
+def test_what_it_keeps_of_a_session_does_not_grow(model):
+    def kept_bytes(calls):
+        predictor = TrainedPredictor(model)
+        tracemalloc.start()
+        for number in range(100):
+            predictor.describe(str(number), text="task 1 alpha", agent="agent", model="model")
+            for call in range(1, calls + 1):
+                session = at(1000 + 100 * call, call, name=str(number))
+                predictor.predict(session)
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return kept / 100
+
+    assert kept_bytes(120) < 1_500
+    assert kept_bytes(120) - kept_bytes(10) < 100
+
+
+def test_two_sessions_side_by_side_are_told_apart(model):
+    """The numbers of whichever is looked at are packed and unpacked in turns."""
+    together, alone = TrainedPredictor(model), (TrainedPredictor(model), TrainedPredictor(model))
+    for call in range(1, 60):
+        for place, name in enumerate("ab"):
+            session = at(1000 * (1 + place) + (200 + 700 * place) * call, call, name=name)
+            assert together.predict(session) == alone[place].predict(session)
 
 
 def test_a_foreign_deployment_becomes_a_known_one():

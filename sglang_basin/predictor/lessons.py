@@ -1,8 +1,8 @@
 """What a session leaves to learn from when it ends: a few hundred bytes, however long it gets.
 
 The first guess of each stage counts. How far off it was is learned for every stage (the calibration); what it was made
-of teaches the other parts, for which two of a session's rows do: they all share one target, the session's peak, and
-differ less than sessions do. The two are chosen uniformly over the stages (reservoir sampling; Vitter, "Random sampling
+of teaches the other parts, for which four of a session's rows do: they all share one target, the session's peak, and
+differ less than sessions do. The four are chosen uniformly over the stages (reservoir sampling; Vitter, "Random sampling
 with a reservoir", 1985) and stand for all of them.
 """
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from sglang_basin.predictor.features import NAMES
 
-KEPT_ROWS = 2
+KEPT_ROWS = 4
 
 PARTS = 3
 """Trend, line and forest."""

@@ -280,9 +280,7 @@ class DecodeGate:
             self._entered.popitem(last=False)
         self._let_on(request, (door,), priority_ms, session_id)
 
-    def _let_on(
-        self, request: Any, doors: tuple[str, ...], priority_ms: int, session_id: str | None = None
-    ) -> None:
+    def _let_on(self, request: Any, doors: tuple[str, ...], priority_ms: int, session_id: str | None = None) -> None:
         request.priority = priority_ms
         if len(doors) == 1 and (rank := self._doors.rank_of(doors[0])) is not None:
             request.disagg_prefill_dp_rank = rank

@@ -2,7 +2,7 @@
 
 The first guess of each stage counts. How far off it was is learned for every stage (the calibration); what it was made
 of teaches the other parts, for which four of a session's rows do: they all share one target, the session's peak, and
-differ less than sessions do. The four are chosen uniformly over the stages (reservoir sampling; Vitter, "Random sampling
+differ less than sessions do. They are chosen uniformly over the stages (reservoir sampling; Vitter, "Random sampling
 with a reservoir", 1985) and stand for all of them.
 """
 

@@ -114,8 +114,8 @@ def test_what_it_keeps_of_a_session_does_not_grow(model):
     tracemalloc.start()
     short, long = kept_bytes(range(100, 200), 10), kept_bytes(range(200, 300), 120)
     tracemalloc.stop()
-    assert short < long < 1_200
-    assert long - short < 100
+    assert short < long < 1_400
+    assert long - short < 150  # nine bytes for each of seven stages more, and up to two rows
 
 
 def test_two_sessions_side_by_side_are_told_apart(model):

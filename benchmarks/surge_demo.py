@@ -196,7 +196,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Demo, BasinConfig | 
     parser.add_argument(
         "--arms",
         default="stock,basin",
-        help="which arms, in order: stock, basin, lending, or Basin with an admission law (default: stock,basin)",
+        help="which arms, in order: stock, basin, lending, or an admission law without pausing: current, partial, peak "
+        "(default: stock,basin)",
     )
     for name in ("rate_per_min", "surge_extra", "duration_s", "tail_s"):
         flag = "--" + name.replace("_", "-")
@@ -219,7 +220,8 @@ def main(argv: Sequence[str]) -> int:
     basin = config or demo.basin()
     arms: dict[str, BasinConfig | None] = {"stock": None, "basin": basin}
     arms["lending"] = dataclasses.replace(basin, lending="on")
-    arms |= {law: dataclasses.replace(basin, admission=law) for law in ("current", "partial", "peak")}
+    alone = dataclasses.replace(basin, pausing="off")  # it would make up for what a law lets in too many
+    arms |= {law: dataclasses.replace(alone, admission=law) for law in ("current", "partial", "peak")}
     wanted = options.arms.split(",")
     if unknown := [name for name in wanted if name not in arms]:
         console.print(f"surge_demo: --arms: unknown {unknown[0]!r}, choose from {', '.join(arms)}")

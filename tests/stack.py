@@ -32,6 +32,7 @@ MODEL = ModelSpec(hidden=128, layers=2, vocab=2048, dtype="float32", seed=7)
 ENGINE_ARGUMENTS = (
     *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING)),
     *("--page-size", "16", "--enable-metrics", "--tool-call-parser", "qwen"),
+    *("--dtype", MODEL.dtype),  # with SGLang's default, a float32 model runs in float16
 )
 LOGS = Path(__file__).parent.parent / "out" / "test-logs"
 

@@ -25,6 +25,11 @@ RECEIVE_AT_ONCE = 1024
 QUEUE_MESSAGES = 10_000
 
 
+_open_contexts: set[zmq.Context[Any]] = set()
+"""Of ends that have not been closed. The garbage collector must meet none of them: where it comes to a context before
+the context's open sockets, it waits for these for ever."""
+
+
 class ControlError(RuntimeError):
     """The channel could not be opened; the message names the address and the mend."""
 
@@ -33,6 +38,18 @@ def address(host: str, port: int) -> str:
     """The ZeroMQ endpoint of a host and port, IPv6 literals included."""
     bare = host.strip("[]")
     return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
+
+
+def _context() -> zmq.Context[Any]:
+    context: zmq.Context[Any] = zmq.Context()
+    _open_contexts.add(context)
+    return context
+
+
+def _terminate(context: zmq.Context[Any]) -> None:
+    """Once its sockets are closed; their addresses are free then."""
+    context.term()
+    _open_contexts.discard(context)
 
 
 def _socket(context: zmq.Context[Any], kind: int, max_message_bytes: int) -> zmq.Socket[bytes]:
@@ -64,7 +81,7 @@ class PrefillEnd:
 
     def __init__(self, host: str, port: int) -> None:
         """Bind. Raises ControlError when the port is taken or the host is not one of this machine's addresses."""
-        self._context = zmq.Context()
+        self._context = _context()
         self.socket = _socket(self._context, zmq.ROUTER, messages.MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.address = address(host, port)
@@ -102,7 +119,7 @@ class PrefillEnd:
 
     def close(self) -> None:
         self.socket.close(0)
-        self._context.term()
+        _terminate(self._context)
 
 
 class DecodeEnd:
@@ -110,7 +127,7 @@ class DecodeEnd:
 
     def __init__(self, on_open: Callable[[zmq.Socket[bytes]], None] = lambda socket: None) -> None:
         """`on_open` is told of each new socket, for the scheduler's idle sleep to wake on it."""
-        self._context = zmq.Context()
+        self._context = _context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._monitors: dict[str, zmq.Socket[bytes]] = {}
         self._connected: set[str] = set()  # peers to which a connection once stood
@@ -163,7 +180,7 @@ class DecodeEnd:
             socket.close(0)
         for monitor in self._monitors.values():
             monitor.close(0)
-        self._context.term()
+        _terminate(self._context)
 
     def _open(self, peer: str) -> zmq.Socket[bytes]:
         socket = _socket(self._context, zmq.DEALER, messages.MAX_MESSAGE_BYTES + messages.MAX_PROMPT_BYTES)

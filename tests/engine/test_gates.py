@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+import subprocess
+import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -377,7 +379,10 @@ def test_decode_hears_of_a_sessions_order_only_when_it_has_changed(pair: Pair, m
         pair.until(lambda p, d: bool(p and d), **legs)
         pair.decode.left(SimpleNamespace(rid=f"d{room}", output_ids=[0] * output_tokens, finished_reason=None))
         pair.until(lambda p, d: not pair.prefill.door.runs("a"))
-        return [message for message in told if isinstance(message, messages.Reorder)]
+        orders = [message for message in told if isinstance(message, messages.Reorder)]
+        (entered,) = pair.decode._entered.values()
+        pair.until(lambda p, d: not orders or entered.priority_ms == orders[-1].priority_ms)
+        return orders
 
     assert served(1, 500) == []  # by arrival
     pair.prefill.door._by = SizeAwareOrder(10.0)
@@ -511,6 +516,25 @@ def test_decode_that_asks_after_the_session_was_closed_gets_the_verdict(pair: Pa
     pair.prefill.pass_on([pair.call("a", 1, side="p"), CloseSessionReqInput(session_id="a")])
     _, decode_out = pair.until(lambda p, d: bool(d), decode=[pair.call("a", 1)])
     assert rids(decode_out) == ["d1"]
+
+
+FORGETFUL = """
+import gc, types
+from sglang_basin.engine import messages
+from sglang_basin.engine.control import DecodeEnd
+
+for _ in range(30):
+    holder = types.SimpleNamespace(end=DecodeEnd())
+    holder.end.send("tcp://127.0.0.1:1", messages.Ask(1))
+    holder.sockets, holder.itself = list(holder.end._sockets.values()), holder
+    del holder
+    gc.collect()
+"""
+
+
+def test_ends_that_nobody_closes_do_not_stop_the_garbage_collector() -> None:
+    """Regression: it came to a context before the sockets in it, and waited for them for ever."""
+    subprocess.run([sys.executable, "-c", FORGETFUL], check=True, timeout=60)
 
 
 def test_a_full_queue_turns_both_legs_away_at_once(pair: Pair) -> None:

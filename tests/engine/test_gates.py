@@ -5,6 +5,7 @@ The requests are SGLang's own message types; the scheduler is not there, so answ
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import socket
@@ -73,6 +74,17 @@ def small_door(max_queued: int | None = None) -> Door:
     )
 
 
+def two_free_ports() -> int:
+    """The first of two in a row: the doors of two ranks listen there."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind((HOST, 0))
+            port: int = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind((HOST, port + 1))
+                return port
+
+
 class Pair:
     """A prefill and a decode gate with a real channel between them."""
 
@@ -81,9 +93,7 @@ class Pair:
     ) -> None:
         self.clock = Clock()
         self.answers: dict[str, list[tuple[str, int | None]]] = {"prefill": [], "decode": []}
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self.port = probe.getsockname()[1]
+        self.port = two_free_ports()
         self.channel = PrefillEnd(HOST, self.port)
         door = small_door(max_queued)
         by_prompt = PromptSessions(100, door.runs) if prefill_infers else None

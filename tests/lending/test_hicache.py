@@ -11,14 +11,15 @@ from stack import LOGS
 from sglang_basin.config import BasinConfig
 from sglang_basin.node import Node
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+"""Slow: SGLang makes a host tier only where 10 GB of memory stay free, which other tests' stacks take."""
 
 PAGE = 64
 
 
 @pytest.fixture(
     scope="module",
-    params=["on", pytest.param("off", marks=pytest.mark.slow)],
+    params=["on", "off"],
     ids=["lending", "without lending"],
 )
 def tiers(request: pytest.FixtureRequest) -> Iterator[tuple[Node, str]]:

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 from rich.console import Console
+from statuses import bare_status
 
 from sglang_basin import status, top
 from sglang_basin.status import (
@@ -151,18 +152,7 @@ def test_ranks_of_one_server_are_told_apart() -> None:
 
 
 def test_a_gate_that_gave_up_and_its_faults_stand_out() -> None:
-    failed = Status(
-        role="decode",
-        gate="failed",
-        uptime_s=1.0,
-        door=None,
-        held_calls=0,
-        entered_sessions=0,
-        cache=None,
-        control=None,
-        decisions={},
-        faults={"gate": 1},
-    )
+    failed = bare_status("decode", gate="failed", faults={"gate": 1})
     with serving(report(failed)) as url:
         code, shown = run("--once", url)
     assert code == 0

@@ -112,7 +112,6 @@ class DecodeGate:
         self._turn = Turn()
         self._default_bootstrap_port = default_bootstrap_port
         self._doors = Doors(control_port_offset)
-        self._control_port_offset = control_port_offset
         self._idle_timeout_s = idle_timeout_s
         self._max_sessions = max_sessions
         self._finals = finals
@@ -158,7 +157,7 @@ class DecodeGate:
         )
 
     def __repr__(self) -> str:
-        return f"asks prefill at its bootstrap port + {self._control_port_offset}"
+        return f"asks prefill at its bootstrap port + {self._doors.port_offset}"
 
     # What a gate owes to `gate`.
 

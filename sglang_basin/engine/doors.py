@@ -11,14 +11,14 @@ class Doors:
 
     def __init__(self, port_offset: int) -> None:
         """`port_offset` is from an instance's bootstrap port to its first door."""
-        self._port_offset = port_offset
+        self.port_offset = port_offset
         self._of: dict[str, tuple[str, ...]] = {}  # instance -> its doors
         self._at: dict[str, tuple[str, int]] = {}  # door -> (its instance, rank)
         self._where: dict[str, tuple[str, int]] = {}  # instance -> host and port of its first door
 
     def instance(self, host: str, bootstrap_port: int) -> str:
         """The prefill instance with this bootstrap address."""
-        port = bootstrap_port + self._port_offset
+        port = bootstrap_port + self.port_offset
         first = address(host, port)
         if first not in self._of:
             self._where[first] = host, port

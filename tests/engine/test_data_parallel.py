@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 import threading
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from prometheus_client import REGISTRY
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
-from sglang.srt.sampling.sampling_params import SamplingParams
+from tokenized import tokenized
 
 from sglang_basin.config import BasinConfig
 from sglang_basin.engine import ranks
-from sglang_basin.engine.identity import ACTION_TYPE, Stamp
+from sglang_basin.engine.identity import Stamp
 from sglang_basin.engine.metrics import _gauge, _rank_labels, metrics
 
 
 def call(stamp: Stamp, prompt: list[int], *, host: str = "127.0.0.1", room: int = 1) -> Any:
-    action = KvHintAction(
-        action_id="a", action_type=ACTION_TYPE, action_version="1", payload=msgspec.to_builtins(stamp)
-    )
-    return TokenizedGenerateReqInput(
-        rid="r",
-        input_text="",
-        input_ids=array("q", prompt),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=SamplingParams(),
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-        bootstrap_host=host,
-        bootstrap_room=room,
-        kv_hints=KvHintsEnvelope(protocol_version="1", message_id="m", actions=[action]),
-    )
+    return tokenized(stamp, prompt, host=host, room=room)
 
 
 SHARED = list(range(100, 300))

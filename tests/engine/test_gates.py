@@ -12,19 +12,16 @@ import socket
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
-from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput, TokenizedGenerateReqInput
-from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
+from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
-from sglang.srt.sampling.sampling_params import SamplingParams
+from tokenized import tokenized
 
 from sglang_basin.config import ConfigError
 from sglang_basin.engine import decode_gate, gate, messages
@@ -34,7 +31,7 @@ from sglang_basin.engine.decision_log import DecisionLog
 from sglang_basin.engine.decode_gate import DecodeGate
 from sglang_basin.engine.door import recording
 from sglang_basin.engine.finals import FinalAnswers
-from sglang_basin.engine.identity import ACTION_TYPE, Stamp
+from sglang_basin.engine.identity import Stamp
 from sglang_basin.engine.metrics import metrics
 from sglang_basin.engine.prefill_gate import REMEMBER_FOR_S, PrefillGate
 from sglang_basin.engine.prompt_sessions import PromptSessions
@@ -130,26 +127,13 @@ class Pair:
         starts_agent: bool = False,
     ) -> Any:
         stamp = Stamp(session_id=session, ends_session=ends, starts_agent=starts_agent)
-        payload = msgspec.to_builtins(stamp)
-        action = KvHintAction(action_id="a", action_type=ACTION_TYPE, action_version="1", payload=payload)
-        hints = KvHintsEnvelope(protocol_version="1", message_id="m", actions=[action])
-        return TokenizedGenerateReqInput(
+        return tokenized(
+            stamp,
+            range(tokens) if prompt is None else prompt,
+            host=HOST,
+            room=room,
             rid=f"{side}{room}",
-            input_text="",
-            input_ids=array("q", range(tokens) if prompt is None else prompt),
-            input_embeds=None,
-            mm_inputs=None,
-            token_type_ids=None,
-            sampling_params=SamplingParams(),
-            return_logprob=False,
-            logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
-            stream=False,
-            bootstrap_host=HOST,
-            bootstrap_port=self.port - OFFSET,
-            bootstrap_room=room,
-            kv_hints=hints,
+            port=self.port - OFFSET,
         )
 
     def until(self, done: Callable[[list[Any], list[Any]], bool], **first: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from launching import STAND_INS, run_module
+from statuses import bare_status
 
 from sglang_basin import doctor
 from sglang_basin.engine.hooks import HOOKS, LENDING
 from sglang_basin.lending.nvml import Gpu
-from sglang_basin.status import LenderFigures, Report, Status
+from sglang_basin.status import LenderFigures, Report
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict]:
@@ -125,18 +126,7 @@ def test_transports_of_lending_are_said_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_a_running_prefill_is_asked_how_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill = Status(
-        role="prefill",
-        gate="on",
-        uptime_s=1.0,
-        door=None,
-        held_calls=0,
-        entered_sessions=0,
-        cache=None,
-        control=None,
-        decisions={},
-        faults={},
-    )
+    prefill = bare_status("prefill")
     report = Report(basin="0", sglang="0.5.23", states=[prefill])
     monkeypatch.setattr(doctor.top, "fetch", lambda url, key, timeout_s: report)
     (nobody,) = doctor.check_lenders("http://p", None)

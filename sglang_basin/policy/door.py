@@ -506,8 +506,7 @@ class Door:
             session = self._paused.waiting[call.session_id]
             shorter = sum(one.context_tokens < session.context_tokens for one in self._paused.waiting.values())
             free_tokens = self._resume_tokens() - self._staying_tokens()
-            need_tokens = session.context_tokens - self._credit(session)[0]
-            return Queue(call.call_id, Reason.PAUSED, need_tokens, round(free_tokens), shorter)
+            return Queue(call.call_id, Reason.PAUSED, self._own_tokens(session), round(free_tokens), shorter)
         ahead = bisect.bisect_left(self._queue, _place(session))
         return Queue(
             call.call_id,
@@ -523,12 +522,15 @@ class Door:
         """Contexts of the live sessions that are not about to leave, what they share counted once."""
         return self._working_set_tokens - self._leaving_tokens - self._credited_tokens + self._front_once()
 
+    def _own_tokens(self, session: Session) -> int:
+        """What the session's context adds to those inside."""
+        return session.context_tokens - self._credit(session)[0]
+
     def _resume_tokens(self) -> float:
         return self._pausing.resume_share * self.budget.reference_tokens if self._pausing is not None else 0.0
 
     def _fits_again(self, session: Session) -> bool:
-        need_tokens = session.context_tokens - self._credit(session)[0]
-        return not self._live or self._staying_tokens() + need_tokens <= self._resume_tokens()
+        return not self._live or self._staying_tokens() + self._own_tokens(session) <= self._resume_tokens()
 
     def _pause_those_that_do_not(self, pausing: PauseSettings, now_s: float) -> None:
         reference_tokens = self.budget.reference_tokens

@@ -87,7 +87,7 @@ def test_a_full_disk_costs_the_lines_and_they_are_counted() -> None:
     assert lost("disk") == before + 50
 
 
-def test_noting_takes_microseconds_and_more_than_the_queue_holds_is_lost(
+def test_noting_never_waits_for_the_disk_and_more_than_the_queue_holds_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = DecisionLog(tmp_path / "log", queued_lines=100)
@@ -96,10 +96,10 @@ def test_noting_takes_microseconds_and_more_than_the_queue_holds_is_lost(
     start_s = time.perf_counter()
     for number in range(10_000):
         log.note(Admit(str(number), Reason.FITS), "s", STATE)
-    each_s = (time.perf_counter() - start_s) / 10_000
+    took_s = time.perf_counter() - start_s
     log.close()
     assert lost("queue") > before
-    assert each_s < 100e-6, f"{each_s * 1e6:.0f} microseconds a line"
+    assert took_s < 10, "waiting for the disk would have taken 20 s"
 
 
 @pytest.mark.parametrize("path", ["/nowhere/log", "/"])

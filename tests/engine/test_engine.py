@@ -130,7 +130,7 @@ def test_a_call_held_too_long_is_refused_on_both_legs(empty: Stack, stream: bool
     assert "Retry after" in text
     if not stream:
         assert refused.status_code == 503
-    assert HOLD_LIMIT_S - 1 < waited_s < HOLD_LIMIT_S + 5
+    assert HOLD_LIMIT_S - 1 < waited_s < HOLD_LIMIT_S + 20
     close(empty, first)
 
 

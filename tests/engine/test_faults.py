@@ -228,6 +228,6 @@ def test_garbage_and_slow_peers(empty: Stack, seen: Seen) -> None:
         )
         took_s = time.monotonic() - start
     slowest_s = max(other.slowest_s for other in others)
-    assert slowest_s < 5
+    assert slowest_s < 20
     seen.note(f"garbage is counted and dropped; the slowest call beside it took {slowest_s:.1f} s", took_s)
     assert pools_are_whole(empty)

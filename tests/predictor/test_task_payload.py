@@ -121,7 +121,7 @@ def test_ten_megabytes_are_read_in_bounded_time_and_memory(content):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert payload["characters"] >= MAX_CHARACTERS
-    assert took < 1.0
+    assert took < 10  # milliseconds when linear, minutes when not
     assert peak < 6 * MAX_BODY_BYTES
 
 

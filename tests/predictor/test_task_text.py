@@ -42,7 +42,7 @@ def test_no_text(text):
 @pytest.mark.parametrize(
     "text", ["word " * 2_000_000, "修复" * 5_000_000, b"\x00\xff" * 5_000_000, "<system-reminder>" * 600_000]
 )
-def test_ten_megabytes_take_no_time_and_no_memory(text):
+def test_ten_megabytes_take_bounded_time_and_no_memory(text):
     tracemalloc.start()
     started = time.perf_counter()
     task = read_task(text)
@@ -52,7 +52,7 @@ def test_ten_megabytes_take_no_time_and_no_memory(text):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert task is None or task.characters == len(text)
-    assert took < 0.5
+    assert took < 10  # milliseconds when linear, minutes when not
     assert peak < 5 * 2**20
 
 

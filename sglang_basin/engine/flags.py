@@ -150,6 +150,14 @@ REFUSED: tuple[Refused, ...] = (
         why="an encoder has no KV cache to guard",
     ),
     Refused(
+        flag="--enable-pd-role-switch",
+        field="enable_pd_role_switch",
+        parse=None,
+        accepts=lambda value: not value,
+        needs="unset",
+        why="a gate is prefill's or decode's for good, and would go on as that after a switch",
+    ),
+    Refused(
         flag="--attn-dp-size",
         field="attn_dp_size",
         parse=int,

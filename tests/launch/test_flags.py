@@ -53,6 +53,7 @@ def test_a_flag_the_user_gave_is_not_repeated() -> None:
         ),
         (["--grpc-mode"], ("--grpc-mode", "--basin-*")),
         (["--attention-data-parallel-size=2"], ("--attention-data-parallel-size 2", "--basin-*")),
+        (["--enable-pd-role-switch"], ("--enable-pd-role-switch", "--basin-*")),
     ],
 )
 def test_conflict_names_both(arguments: list[str], both: tuple[str, str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from sglang_basin.engine import messages
 from sglang_basin.engine.metrics import metrics
@@ -64,6 +65,22 @@ def _socket(context: zmq.Context[Any], kind: int, max_message_bytes: int) -> zmq
     return socket
 
 
+class _Wakes:
+    """The sockets that the scheduler's idle sleep wakes on: each as long as it is open. To a poller a closed one is
+    another file, mostly one with something to read, and the scheduler never sleeps again."""
+
+    def __init__(self, poller: zmq.Poller | None) -> None:
+        self._poller = poller
+
+    def on(self, socket: zmq.Socket[bytes]) -> None:
+        if self._poller is not None:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def no_more_on(self, socket: zmq.Socket[bytes]) -> None:
+        if self._poller is not None and socket in self._poller:
+            self._poller.unregister(socket)
+
+
 def _drop(cause: str) -> None:
     metrics().control_dropped.labels(cause).inc()
 
@@ -79,8 +96,10 @@ def _read(raw: bytes, decode: Callable[[bytes], T]) -> T | None:
 class PrefillEnd:
     """Prefill's end: any number of decode gates, each known by the identity that ZeroMQ gave its connection."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Bind. Raises ControlError when the port is taken or the host is not one of this machine's addresses."""
+    def __init__(self, host: str, port: int, poller: zmq.Poller | None = None) -> None:
+        """Bind. `poller` is the scheduler's idle sleep's. Raises ControlError when the port is taken or the host is not
+        one of this machine's addresses."""
+        self._wakes = _Wakes(poller)
         self._context = _context()
         self.socket = _socket(self._context, zmq.ROUTER, messages.MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -93,6 +112,7 @@ class PrefillEnd:
                 f"Basin's control channel cannot bind to {self.address}: {error}. Choose another bootstrap port, "
                 "--basin-control-port-offset or --basin-control-host"
             ) from None
+        self._wakes.on(self.socket)
 
     def receive(self) -> list[tuple[bytes, messages.FromDecode]]:
         """What decode gates sent since the last time, with who sent it."""
@@ -118,6 +138,7 @@ class PrefillEnd:
         return True
 
     def close(self) -> None:
+        self._wakes.no_more_on(self.socket)
         self.socket.close(0)
         _terminate(self._context)
 
@@ -125,13 +146,14 @@ class PrefillEnd:
 class DecodeEnd:
     """Decode's end: one connection for each prefill instance it has heard of."""
 
-    def __init__(self, on_open: Callable[[zmq.Socket[bytes]], None] = lambda socket: None) -> None:
-        """`on_open` is told of each new socket, for the scheduler's idle sleep to wake on it."""
+    def __init__(self, poller: zmq.Poller | None = None) -> None:
+        """`poller` is the scheduler's idle sleep's."""
+        self._wakes = _Wakes(poller)
         self._context = _context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._monitors: dict[str, zmq.Socket[bytes]] = {}
         self._connected: set[str] = set()  # peers to which a connection once stood
-        self._on_open = on_open
+        self._standing: set[str] = set()  # those to which one stands
 
     def send(self, peer: str, message: messages.FromDecode) -> bool:
         """Queue a message for the prefill instance at `peer`; False when its queue is full or the address is bad."""
@@ -168,25 +190,40 @@ class DecodeEnd:
         for peer, monitor in self._monitors.items():
             with contextlib.suppress(zmq.Again):
                 while True:
-                    monitor.recv_multipart(zmq.NOBLOCK)
+                    event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                    if event == zmq.EVENT_DISCONNECTED:
+                        self._standing.discard(peer)
+                        continue
                     if peer in self._connected:
                         renewed.add(peer)
                     self._connected.add(peer)
+                    self._standing.add(peer)
         return renewed
 
-    def close(self) -> None:
-        for socket in self._sockets.values():
+    def stands(self, peer: str) -> bool:
+        """Whether the connection to `peer` stood when `renewed` last looked."""
+        return peer in self._standing
+
+    def forget(self, peer: str) -> None:
+        """Close the connection to `peer`, if there is one. The next message to it opens a new one."""
+        if (socket := self._sockets.pop(peer, None)) is not None:
+            self._wakes.no_more_on(socket)
             socket.disable_monitor()
             socket.close(0)
-        for monitor in self._monitors.values():
-            monitor.close(0)
+            self._monitors.pop(peer).close(0)
+        self._connected.discard(peer)
+        self._standing.discard(peer)
+
+    def close(self) -> None:
+        for peer in self.peers:
+            self.forget(peer)
         _terminate(self._context)
 
     def _open(self, peer: str) -> zmq.Socket[bytes]:
         socket = _socket(self._context, zmq.DEALER, messages.MAX_MESSAGE_BYTES + messages.MAX_PROMPT_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
             socket.connect(peer)
         except zmq.ZMQError:
@@ -196,5 +233,5 @@ class DecodeEnd:
             raise
         self._sockets[peer] = socket
         self._monitors[peer] = monitor
-        self._on_open(socket)
+        self._wakes.on(socket)
         return socket

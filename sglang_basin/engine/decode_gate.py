@@ -40,6 +40,8 @@ from sglang_basin.status import ControlFigures, Status
 ASK_AGAIN_S = 5.0
 """A waiting call is asked about again this often: prefill's answer is its sign of life."""
 
+LOOK_AT_HELD_S = 0.5
+
 PATIENCE_S = 15.0
 """Without any answer for this long the call goes on. A busy scheduler reads its channel between two batches, and the
 longest chunk of prefill stays well below this."""
@@ -129,21 +131,20 @@ class DecodeGate:
             OrderedDict()
         )  # by (prefill instance, session), oldest call first
         self._inside: dict[str, _Inside] = {}  # by rid
+        self._next_look_s = 0.0
         self._next_report_s = 0.0
         self._next_show_s = 0.0
 
     @classmethod
     def for_scheduler(cls, scheduler: Any, config: BasinConfig) -> DecodeGate:
         """Build the gate of a live scheduler. Connections are made when the first call names a prefill instance."""
-        import zmq
         from sglang.srt.runtime_context import get_disagg
 
         from sglang_basin.lending.decode import kept_tokens_of, lendable_tokens
 
         sleeper = scheduler.idle_sleeper
-        wake = (lambda socket: sleeper.poller.register(socket, zmq.POLLIN)) if sleeper else (lambda socket: None)
         return cls(
-            DecodeEnd(wake),
+            DecodeEnd(None if sleeper is None else sleeper.poller),
             scheduler_answer(scheduler),
             default_bootstrap_port=get_disagg().disaggregation_bootstrap_port,
             control_port_offset=config.control_port_offset,
@@ -169,7 +170,8 @@ class DecodeGate:
         for door, message in self._control.receive():
             self._hear(door, message, now_s)
         self._turn.judge_all(lambda request: self._take(request, now_s))
-        if self._held:
+        if self._held and now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_AT_HELD_S
             self._ask_again(now_s)
         if now_s >= self._next_show_s:
             self._next_show_s = now_s + SHOW_EVERY_S
@@ -178,6 +180,7 @@ class DecodeGate:
             show_control(self._control_figures(now_s))
         if now_s >= self._next_report_s:
             self._report_running(now_s)
+            self._forget_instances(now_s)
         return self._turn.end()
 
     def left(self, request: Any) -> None:
@@ -232,7 +235,12 @@ class DecodeGate:
             request.priority = self._priorities.stamp(now_s)
             self._turn.go_on(request)
             return
-        instance = self._doors.instance(request.bootstrap_host, request.bootstrap_port or self._default_bootstrap_port)
+        port = request.bootstrap_port or self._default_bootstrap_port
+        instance = self._doors.instance(request.bootstrap_host, port, now_s)
+        if instance is None:
+            metrics().decisions.labels("admit", Reason.NO_ANSWER.value).inc()
+            self._let_on(request, (), self._priorities.stamp(now_s))
+            return
         doors = self._doors.of(instance)
         if (rank := request.disagg_prefill_dp_rank) is not None and 0 <= rank < len(doors):
             doors = (doors[rank],)  # the router's or the client's choice
@@ -301,6 +309,22 @@ class DecodeGate:
             del self._entered[known]
         if door == instance:
             self._doors.count(instance, 1)  # until it says otherwise
+
+    def _forget_instances(self, now_s: float) -> None:
+        """Prefill instances that are gone, as far as one can tell: no call has named them for as long as a session may
+        be idle, and there is no connection."""
+        busy = {door for call in (*self._inside.values(), *self._held.values()) for door in call.doors}
+        for instance in self._doors.unnamed_since(now_s - self._idle_timeout_s):
+            doors = self._doors.all_of(instance)
+            if not busy.isdisjoint(doors) or any(self._control.stands(door) for door in doors):
+                continue
+            for door in doors:
+                self._control.forget(door)
+                self._heard_s.pop(door, None)
+            for known in [known for known in self._entered if known[0] == instance]:
+                del self._entered[known]
+            self._silent.discard(instance)
+            self._doors.forget(instance)
 
     def _is_final(self, request: Any, call: _Inside) -> bool:
         try:

@@ -3,7 +3,12 @@ the first one's. How many ranks there are, a door says when it is first asked.""
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
+
 from sglang_basin.engine.control import address
+
+MAX_INSTANCES = 256
 
 
 class Doors:
@@ -15,15 +20,34 @@ class Doors:
         self._of: dict[str, tuple[str, ...]] = {}  # instance -> its doors
         self._at: dict[str, tuple[str, int]] = {}  # door -> (its instance, rank)
         self._where: dict[str, tuple[str, int]] = {}  # instance -> host and port of its first door
+        self._named_s: OrderedDict[str, float] = OrderedDict()  # instance -> when a call last named it, oldest first
 
-    def instance(self, host: str, bootstrap_port: int) -> str:
-        """The prefill instance with this bootstrap address."""
+    def instance(self, host: str, bootstrap_port: int, now_s: float) -> str | None:
+        """The prefill instance with this bootstrap address, which a call has just named. None for one too many: a
+        client that talks to decode itself may name what it likes."""
         port = bootstrap_port + self.port_offset
         first = address(host, port)
         if first not in self._of:
+            if len(self._of) >= MAX_INSTANCES:
+                return None
             self._where[first] = host, port
             self.count(first, 1)
+        self._named_s[first] = now_s
+        self._named_s.move_to_end(first)
         return first
+
+    def unnamed_since(self, then_s: float) -> list[str]:
+        """The instances that no call has named since then."""
+        return list(itertools.takewhile(lambda instance: self._named_s[instance] < then_s, self._named_s))
+
+    def all_of(self, instance: str) -> list[str]:
+        """Every door that the instance has had."""
+        return [door for door, (its, _) in self._at.items() if its == instance]
+
+    def forget(self, instance: str) -> None:
+        for door in self.all_of(instance):
+            del self._at[door]
+        del self._of[instance], self._where[instance], self._named_s[instance]
 
     def of(self, instance: str) -> tuple[str, ...]:
         """The doors of an instance, as far as they are known."""

@@ -134,11 +134,8 @@ class PrefillGate:
         control = None
         if scheduler.disaggregation_mode.value == "prefill":
             port = get_disagg().disaggregation_bootstrap_port + config.control_port_offset + rank.own
-            control = PrefillEnd(config.control_host or scheduler.server_args.host, port)
-            if scheduler.idle_sleeper is not None:
-                import zmq
-
-                scheduler.idle_sleeper.poller.register(control.socket, zmq.POLLIN)
+            poller = None if scheduler.idle_sleeper is None else scheduler.idle_sleeper.poller
+            control = PrefillEnd(config.control_host or scheduler.server_args.host, port, poller)
         predictor = predictor_for(config, rank)
         door = door_for(config, scheduler.max_total_num_tokens, predictor, rank)
         decisions = None if config.decision_log is None else DecisionLog(Path(rank.file(config.decision_log)))
@@ -176,14 +173,14 @@ class PrefillGate:
         return self._turn.end()
 
     def left(self, request: Any) -> None:
-        known = self._inside.pop(request.rid, None)
-        if self.control is None:
-            self._note_left(known or request.rid, answered=not failed(request))
+        known, has_failed = self._inside.pop(request.rid, None), failed(request)
+        if has_failed or self.control is None:  # else decode says how it ended
+            self._note_left(call_id(request), answered=not has_failed)
         if known is None:
             return
         self._changed = True
         now_s = self._clock()
-        if failed(request):
+        if has_failed:
             self.door.abandon(known, now_s)
             return
         if self._watch is not None:
@@ -223,7 +220,17 @@ class PrefillGate:
 
     def _take(self, request: Any, now_s: float) -> None:
         if isinstance(request, TokenizedGenerateReqInput):
-            self._arrive(request, now_s)
+            call = call_id(request)
+            if call in self._held or (self.control is not None and not has_room(request)):
+                request.priority = self._priorities.stamp(now_s)
+                self._turn.go_on(request)  # no call that a router sends; SGLang has its own answer to it
+                return
+            try:
+                self._arrive(call, request, now_s)
+            except Exception:
+                self._held.pop(call, None)  # it goes on, and the door must not decide about it any more
+                self.door.abandon(call, now_s)
+                raise
             return
         if isinstance(request, AbortReq):
             self._abort(request, now_s)
@@ -232,13 +239,8 @@ class PrefillGate:
                 self._conclude(refused, now_s)
         self._turn.go_on(request)
 
-    def _arrive(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
+    def _arrive(self, call: str, request: TokenizedGenerateReqInput, now_s: float) -> None:
         stamp = stamp_of(request)
-        call = call_id(request)
-        if call in self._held or (self.control is not None and not has_room(request)):
-            request.priority = self._priorities.stamp(now_s)
-            self._turn.go_on(request)  # no call that a router sends; SGLang has its own answer to it
-            return
         session_id = stamp.session_id if stamp.session_id is not None else self._infer(call, request, stamp)
         if session_id is not None and self._predictor is not None:
             self._predictor.describe(session_id, stamp.task)
@@ -317,20 +319,22 @@ class PrefillGate:
             self._tell_turned(call, Reason.CLIENT_LEFT, 0.0, now_s)
 
     def _conclude(self, outcome: Outcome, now_s: float) -> None:
-        """A wait at the door has ended: tell both legs."""
+        """A wait at the door has ended: tell both legs. The call counts as held until it has been handed on or
+        answered, so that it is not lost should that fail."""
         call = outcome.call_id
-        if (held := self._held.get(call)) is not None:
-            self._note(outcome, held.request, held.session_id)
+        held = self._held[call]
+        self._note(outcome, held.request, held.session_id)
         if isinstance(outcome, Admit):
             metrics().door_wait.observe(outcome.waited_s)
-            self._enter(call, self._held.pop(call).request, now_s)
+            self._enter(call, held.request, now_s)
+            del self._held[call]
         else:
             self._turn_away(outcome, now_s)
 
     def _turn_away(self, refused: Refuse, now_s: float) -> None:
         """Answer a refused call's own leg, and have decode answer the other one."""
-        if (request := self._forget_held(refused.call_id)) is not None:
-            refuse(self._answer, request, refused.reason, refused.retry_after_s)
+        refuse(self._answer, self._held[refused.call_id].request, refused.reason, refused.retry_after_s)
+        self._forget_held(refused.call_id)
         self._tell_turned(refused.call_id, refused.reason, refused.retry_after_s, now_s)
 
     def _tell_turned(self, call: str, reason: Reason, retry_after_s: float, now_s: float) -> None:

@@ -24,7 +24,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from tokenized import tokenized
 
 from sglang_basin.config import ConfigError
-from sglang_basin.engine import decode_gate, gate, messages
+from sglang_basin.engine import decode_gate, doors, gate, messages
 from sglang_basin.engine.answers import Answer
 from sglang_basin.engine.control import ControlError, DecodeEnd, PrefillEnd, address
 from sglang_basin.engine.decision_log import DecisionLog
@@ -46,6 +46,7 @@ from sglang_basin.policy.pausing import PauseSettings
 from sglang_basin.policy.priority import SizeAwareOrder
 from sglang_basin.policy.recording import RecordedDoor
 from sglang_basin.policy.reservation import CurrentContext
+from sglang_basin.policy.shedding import SheddingSettings
 from sglang_basin.predictor.deployed import DeployedPredictor
 
 HOST = "127.0.0.1"
@@ -188,6 +189,10 @@ def pair() -> Iterator[Pair]:
 
 def rids(requests: list[Any]) -> list[str]:
     return [request.rid for request in requests]
+
+
+def broken(*whatever: Any, **options: Any) -> Any:
+    raise RuntimeError("injected")
 
 
 def test_the_first_call_passes_on_both_sides_and_the_next_one_without_a_question(pair: Pair) -> None:
@@ -546,9 +551,6 @@ def test_a_gate_that_fails_in_mid_turn_loses_no_request(pair: Pair, monkeypatch:
     pair.enter("a", 1, 101)
     pair.prefill.pass_on([pair.call("b", 2, side="p"), pair.call("c", 3, side="p")])
 
-    def broken() -> None:
-        raise RuntimeError("injected")
-
     monkeypatch.setattr(pair.prefill, "_tell_ended", broken)
     monkeypatch.setattr(gate, "_here", gate._Attached(pair.prefill, None))
     pair.prefill.door.end("a", 0.0)  # frees b; the gate then fails on its way to tell decode about it
@@ -556,6 +558,136 @@ def test_a_gate_that_fails_in_mid_turn_loses_no_request(pair: Pair, monkeypatch:
     going_on = gate.pull(lambda self: coming, None)
     assert sorted(rids(going_on)) == ["p2", "p3", "p4", "p5"]
     assert gate.pull(lambda self: [7], None) == [7], "from then on SGLang is left alone"
+
+
+@pytest.mark.parametrize("failing", ["_tell_copy", "_answer"])
+def test_a_gate_that_fails_as_it_lets_a_call_go_loses_it_not(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Regression: the call was held no more and had not gone on yet; its client waited for ever."""
+    pair.enter("a", 1, 101)
+    pair.prefill.pass_on([pair.call("b", 2, side="p"), pair.call("c", 3, side="p")])
+    monkeypatch.setattr(pair.prefill, failing, broken)
+    monkeypatch.setattr(gate, "_here", gate._Attached(pair.prefill, None))
+    if failing == "_tell_copy":
+        pair.prefill.door.end("a", 0.0)
+        pair.clock.now_s = 2.0  # b and c enter
+    else:
+        pair.clock.now_s = 31.0  # they are refused
+    assert sorted(rids(gate.pull(lambda self: [], None))) == ["p2", "p3"]
+
+
+def test_a_call_that_cannot_be_judged_to_the_end_goes_on_and_the_door_forgets_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the door let it in later on, the gate did not know it, and admission gave up."""
+    pair.enter("a", 1, 101)
+    odd = pair.call("b", 2, side="p")
+    with monkeypatch.context() as failing:
+        failing.setattr(pair.prefill, "_note", broken)
+        assert pair.prefill.pass_on([odd]) == [odd]
+    state = pair.prefill.door.state()
+    assert (state.held_calls, state.queued_sessions, pair.prefill._held) == (0, 0, {})
+    pair.prefill.pass_on([CloseSessionReqInput(session_id="a")])
+    pair.enter("c", 3, 60)
+
+
+def test_a_closed_end_wakes_the_scheduler_no_more() -> None:
+    """Regression: to a poller a closed socket is file 0, and after a fault of the gate the idle scheduler span."""
+    poller = zmq.Poller()
+    prefill, decode = PrefillEnd(HOST, two_free_ports(), poller), DecodeEnd(poller)
+    assert decode.send(prefill.address, messages.Ask(1))
+    assert decode.send("tcp://127.0.0.1:9", messages.Ask(1))
+    assert len(poller.sockets) == 3
+    decode.forget("tcp://127.0.0.1:9")
+    assert len(poller.sockets) == 2
+    decode.close()
+    prefill.close()
+    assert poller.sockets == []
+
+
+def test_waiting_calls_are_looked_at_now_and_then(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: decode looked at each of them in every turn of its loop, between two tokens of those that run."""
+    looks = []
+    monkeypatch.setattr(pair.decode, "_ask_again", looks.append)
+    pair.decode.pass_on([pair.call("b", 2)])
+    for _ in range(100):
+        pair.decode.pass_on([])
+        pair.clock.now_s += 0.01
+    assert looks == pytest.approx([0.0, 0.5], abs=0.02)
+
+
+def test_decode_forgets_a_prefill_that_is_gone_and_keeps_one_that_is_idle(pair: Pair) -> None:
+    """Regression: each prefill ever named, also one that never was, kept a connection that is tried for ever."""
+    pair.enter("a", 1, 10)
+    pair.decode.left(SimpleNamespace(rid="d1", output_ids=[1], finished_reason=FINISH_LENGTH(1)))
+    gone = pair.call("b", 2)
+    gone.bootstrap_port = 9
+    pair.decode.pass_on([gone])
+    pair.clock.now_s = decode_gate.PATIENCE_S + 1
+    assert rids(pair.decode.pass_on([])) == ["d2"]
+    here, there = address(HOST, pair.port), address(HOST, 9 + OFFSET)
+    assert pair.decode._control.peers == [here, there]
+    pair.clock.now_s += 100.0
+    pair.decode.pass_on([])
+    assert pair.decode._control.peers == [here, there], "a call of it is still inside"
+    pair.decode.left(SimpleNamespace(rid="d2", output_ids=[], finished_reason=FINISH_ABORT("no such prefill")))
+    pair.clock.now_s += decode_gate.REPORT_RUNNING_S + 1
+    pair.decode.pass_on([])
+    assert pair.decode._control.peers == list(pair.decode._doors._of) == [here]
+    assert pair.decode._silent == set()
+    pair.enter("c", 3, 10)
+    pair.channel.close()
+    pair.prefill.control = None
+    pair.clock.now_s += 100.0
+    pair.until(lambda p, d: not pair.decode._control.stands(here))
+    pair.decode.left(SimpleNamespace(rid="d3", output_ids=[1], finished_reason=FINISH_LENGTH(1)))
+    pair.clock.now_s += decode_gate.REPORT_RUNNING_S + 1
+    pair.decode.pass_on([])
+    assert pair.decode._control.peers == list(pair.decode._doors._of) == []
+    assert pair.decode._entered == {}
+
+
+def test_calls_of_more_prefills_than_there_can_be_pass_unasked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "MAX_INSTANCES", 1)
+    pair.enter("a", 1, 10)
+    one_too_many = pair.call("b", 2)
+    one_too_many.bootstrap_port = 9
+    assert pair.decode.pass_on([one_too_many]) == [one_too_many]
+    pair.decode.left(SimpleNamespace(rid="d2", output_ids=[1], finished_reason=FINISH_LENGTH(1)))
+    assert pair.decode._control.peers == [address(HOST, pair.port)]
+
+
+def test_a_shed_session_frees_both_legs_and_those_before_it_stay(pair: Pair) -> None:
+    pair.prefill.door = Door(
+        DoorSettings(idle_timeout_s=600, hold_limit_s=300, max_sessions=100),
+        law=CurrentContext(),
+        budget=Budget(BudgetSettings(fixed_tokens=100), capacity_tokens=1),
+        shedding=SheddingSettings(head_wait_s=10.0, arrival_window_s=60.0),
+    )
+    pair.enter("a", 1, 101)
+    for room, session in ((2, "b"), (3, "c")):
+        legs = {"prefill": [pair.call(session, room, side="p")], "decode": [pair.call(session, room)]}
+        pair.until(lambda p, d, room=room: pair.decode._held[room].unanswered_s is None, **legs)
+    pair.clock.now_s = 59.0
+    pair.prefill.pass_on([])
+    assert pair.answers == {"prefill": [], "decode": []}, "a surge at the start is not the long run"
+    pair.clock.now_s = 60.0
+    prefill_out, decode_out = pair.until(lambda p, d: all(pair.answers.values()))
+    assert pair.answers == {"prefill": [("p3", 503)], "decode": [("d3", 503)]}
+    assert (prefill_out, decode_out) == ([DroppedRooms((3,))], [])
+    assert pair.prefill.door.state().queued_sessions == 1
+    assert (list(pair.prefill._held), list(pair.decode._held)) == (["2"], [2])
+
+
+def test_a_call_that_fails_on_prefill_leaves_its_prompt_open_although_decode_says_nothing(inferring: Pair) -> None:
+    """Regression: where decode was killed its conversation ran on for ever, and further calls were others'."""
+    inferring.until(lambda p, d: len(p) == len(d) == 1, **inferring.unnamed(1, [*SYSTEM, 1], starts_agent=False))
+    failed = SimpleNamespace(rid="p1", bootstrap_room=1, output_ids=[], finished_reason=FINISH_ABORT("decode is gone"))
+    inferring.prefill.left(failed)
+    assert inferring.prefill._by_prompt is not None
+    assert not inferring.prefill._by_prompt._calls
+    assert not inferring.prefill._by_prompt._running
 
 
 def test_a_recording_on_a_full_disk_costs_its_lines_and_no_decision(pair: Pair) -> None:

@@ -215,7 +215,7 @@ OPTIONS: tuple[Option, ...] = (
         check=_between(0.0, 86_400.0),
     ),
     Option(
-        name="max_queued",
+        name="max_queue",
         parse=int,
         types=(int, type(None)),
         default=None,
@@ -351,7 +351,7 @@ class BasinConfig:
     final_grace_s: float = 60.0
     hold_limit_s: float = 240.0
     ticket_grace_s: float = 120.0
-    max_queued: int | None = None
+    max_queue: int | None = None
     shedding: str = "on"
     shed_wait_s: float = 120.0
     lending: str = "off"

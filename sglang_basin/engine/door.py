@@ -35,7 +35,7 @@ def door_for(
             hold_limit_s=config.hold_limit_s,
             ticket_grace_s=config.ticket_grace_s,
             max_sessions=config.max_live_sessions,
-            max_queued=config.max_queued,
+            max_queued=config.max_queue,
             enabled=not watches,
         ),
         law=law_named("current" if watches else config.admission, alpha=config.reserved_growth),

@@ -29,7 +29,15 @@ from sglang_basin.engine.identity import Stamp, stamp_of
 from sglang_basin.engine.metrics import SHOW_EVERY_S, fault, log, metrics, show_control
 from sglang_basin.engine.priorities import PriorityClock
 from sglang_basin.engine.prompt_sessions import PromptSessions
-from sglang_basin.engine.requests import AbortReq, TokenizedGenerateReqInput, aborts, failed, peers
+from sglang_basin.engine.requests import (
+    AbortReq,
+    CloseSessionReqInput,
+    TokenizedGenerateReqInput,
+    aborts,
+    failed,
+    peers,
+    radix_sessions,
+)
 from sglang_basin.engine.turn import Turn
 from sglang_basin.engine.watch import EngineWatch
 from sglang_basin.lending.ranks import ForRanks
@@ -104,11 +112,12 @@ class DecodeGate:
         by_prompt: PromptSessions | None = None,
         lendable: Callable[[], int] | None = None,
         kept: Callable[[Any], int] = lambda request: 0,
+        has_radix_session: Callable[[str], bool] = lambda session_id: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `by_prompt`, calls that name no session are asked about too, for prefill infers their sessions.
         `lendable` says how many tokens finished calls may keep here now; None where nothing is lent. `kept` says how
-        many of an answered call's."""
+        many of an answered call's. `has_radix_session` as `radix_sessions`."""
         self._control = control
         self._answer = answer
         self._turn = Turn()
@@ -120,6 +129,7 @@ class DecodeGate:
         self._watch = watch
         self._lendable = lendable
         self._kept = kept
+        self._has_radix_session = has_radix_session
         self._heard_s: dict[str, float] = {}  # door -> when its last message came
         self._silent: set[str] = set()  # prefill instances that let the patience run out and were not heard since
         self._by_prompt = by_prompt
@@ -155,6 +165,7 @@ class DecodeGate:
             by_prompt=PromptSessions(config.max_live_sessions) if config.infer_sessions == "on" else None,
             lendable=lendable_tokens if config.lending == "on" else None,
             kept=kept_tokens_of,
+            has_radix_session=radix_sessions(scheduler),
         )
 
     def __repr__(self) -> str:
@@ -353,6 +364,8 @@ class DecodeGate:
             for session_id in message.session_ids:
                 if self._entered_by(door, session_id) is not None:
                     del self._entered[instance, session_id]
+                if not message.paused and self._has_radix_session(session_id):
+                    self._turn.go_on(CloseSessionReqInput(session_id=session_id))
             return
         if isinstance(message, messages.Reorder):
             if (entered := self._entered_by(door, message.session_id)) is not None:

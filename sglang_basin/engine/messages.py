@@ -103,9 +103,10 @@ class Turned(msgspec.Struct, tag="turned", array_like=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
-    """These sessions have ended: a further call of theirs must ask again."""
+    """These sessions have ended, or been `paused`: a further call of theirs must ask again."""
 
     session_ids: Annotated[list[SessionId], msgspec.Meta(max_length=64)]
+    paused: bool = False
 
 
 class Lends(msgspec.Struct, tag="lends", array_like=True, frozen=True):

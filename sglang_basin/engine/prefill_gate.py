@@ -45,6 +45,7 @@ from sglang_basin.engine.requests import (
     failed,
     has_room,
     peers,
+    radix_sessions,
 )
 from sglang_basin.engine.rooms import DroppedRooms
 from sglang_basin.engine.turn import Turn
@@ -95,11 +96,13 @@ class PrefillGate:
         by_prompt: PromptSessions | None = None,
         copies: Copies | None = None,
         rank: Rank = ONLY_RANK,
+        has_radix_session: Callable[[str], bool] = lambda session_id: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`control` is None for a unified server, which has no decode instances; without a `watch` the budget stays
         where it is. `predictor` is the door's, told here what requests say about their tasks. Without a `by_prompt`
-        calls that name no session pass. `copies` is None where nothing is lent."""
+        calls that name no session pass. `copies` is None where nothing is lent. `has_radix_session` as
+        `radix_sessions`."""
         self.door = door
         self.control = control
         self._answer = answer
@@ -110,6 +113,7 @@ class PrefillGate:
         self._by_prompt = by_prompt
         self._copies = copies
         self._rank = rank
+        self._has_radix_session = has_radix_session
         self._turn = Turn()
         self._clock = clock
         self._priorities = PriorityClock(clock)
@@ -141,8 +145,18 @@ class PrefillGate:
         decisions = None if config.decision_log is None else DecisionLog(Path(rank.file(config.decision_log)))
         by_prompt = PromptSessions(config.max_live_sessions, door.runs) if config.infer_sessions == "on" else None
         copies = Copies(config.max_live_sessions) if config.lending == "on" else None
-        answer = scheduler_answer(scheduler)
-        return cls(door, control, answer, EngineWatch(scheduler), decisions, predictor, by_prompt, copies, rank)
+        return cls(
+            door,
+            control,
+            scheduler_answer(scheduler),
+            EngineWatch(scheduler),
+            decisions,
+            predictor,
+            by_prompt,
+            copies,
+            rank,
+            radix_sessions(scheduler),
+        )
 
     def __repr__(self) -> str:
         rule = f"admission by {self.door.law.name} reservation" if self.door.settings.enabled else "admission off"
@@ -418,11 +432,16 @@ class PrefillGate:
                 self._by_prompt.ended(session.session_id)
             if self._copies is not None:
                 self._copies.ended(session.session_id)
-        # A paused session is no more known on decode than one that has ended: decode asks about its next call.
-        ended = [*(session.session_id for session in sessions), *self.door.take_sent_back()]
-        for start in range(0, len(ended), 64):
+            if self._has_radix_session(session.session_id) and self.door.live_session(session.session_id) is None:
+                self._turn.go_on(CloseSessionReqInput(session_id=session.session_id))
+        self._tell_gates([session.session_id for session in sessions], paused=False)
+        self._tell_gates(self.door.take_sent_back(), paused=True)
+
+    def _tell_gates(self, session_ids: list[str], *, paused: bool) -> None:
+        """Decode is to ask about these sessions' next calls."""
+        for start in range(0, len(session_ids), 64):
             for gate in list(self._gates):
-                self._send(gate, messages.Ended(ended[start : start + 64]))
+                self._send(gate, messages.Ended(session_ids[start : start + 64], paused))
 
     def _note(self, decision: Decision, request: TokenizedGenerateReqInput, session_id: str | None) -> None:
         """Count a decision about `request`, and log it where that was asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
@@ -10,6 +11,8 @@ from sglang.srt.managers.io_struct import (
     CloseSessionReqInput,
     TokenizedGenerateReqInput,
 )
+
+from sglang_basin.engine.identity import INFERRED_PREFIX
 
 __all__ = [
     "AbortReq",
@@ -20,6 +23,7 @@ __all__ = [
     "failed",
     "has_room",
     "peers",
+    "radix_sessions",
 ]
 
 MAX_ROOM = 2**63 - 1
@@ -45,6 +49,19 @@ def peers(request: TokenizedGenerateReqInput) -> bool:
 def aborts(abort: AbortReq, rid: str) -> bool:
     """Whether `abort` means the request `rid`, by SGLang's own rule (a prefix, so that batches go together)."""
     return abort.abort_all or rid.startswith(abort.rid)
+
+
+def radix_sessions(scheduler: Any) -> Callable[[str], bool]:
+    """Whether a session's name may stand in SGLang's session radix cache (`--enable-session-radix-cache`), which holds
+    on to what the calls of a body's `session_id` have cached until `CloseSessionReqInput`. A session that its client
+    has opened itself (`/open_session`) is the client's to close."""
+
+    def may_stand(session_id: str) -> bool:
+        if not scheduler.enable_session_radix_cache or session_id.startswith(INFERRED_PREFIX):
+            return False
+        return session_id not in scheduler.session_controller
+
+    return may_stand
 
 
 def failed(request: Any) -> bool:

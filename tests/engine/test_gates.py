@@ -680,6 +680,29 @@ def test_a_shed_session_frees_both_legs_and_those_before_it_stay(pair: Pair) -> 
     assert (list(pair.prefill._held), list(pair.decode._held)) == (["2"], [2])
 
 
+def test_sglangs_own_session_is_closed_on_both_sides_when_one_ends_and_not_when_it_is_paused(pair: Pair) -> None:
+    pair.prefill._has_radix_session = pair.decode._has_radix_session = lambda session_id: session_id != "opened"
+
+    def closed(requests: list[Any]) -> list[str]:
+        return [request.session_id for request in requests if isinstance(request, CloseSessionReqInput)]
+
+    for room, session in ((1, "a"), (2, "opened")):
+        legs = {
+            "prefill": [pair.call(session, room, side="p", ends=True)],
+            "decode": [pair.call(session, room, ends=True)],
+        }
+        pair.until(lambda p, d: len(p) == len(d) == 1, **legs)
+        pair.decode.left(SimpleNamespace(rid=f"d{room}", output_ids=[1], finished_reason=FINISH_LENGTH(1)))
+        prefill_out, decode_out = pair.until(lambda p, d: not pair.decode._entered)
+        expected = ["a"] if session == "a" else []
+        assert (closed(prefill_out), closed(decode_out)) == (expected, expected)
+    pair.enter("b", 3, 10)
+    pair.prefill.door._sent_back.append("b")
+    pair.prefill._changed = True
+    prefill_out, decode_out = pair.until(lambda p, d: not pair.decode._entered)
+    assert closed(prefill_out + decode_out) == []
+
+
 def test_a_call_that_fails_on_prefill_leaves_its_prompt_open_although_decode_says_nothing(inferring: Pair) -> None:
     """Regression: where decode was killed its conversation ran on for ever, and further calls were others'."""
     inferring.until(lambda p, d: len(p) == len(d) == 1, **inferring.unnamed(1, [*SYSTEM, 1], starts_agent=False))

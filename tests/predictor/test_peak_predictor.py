@@ -3,7 +3,6 @@ import subprocess
 import sys
 import tracemalloc
 
-import numpy as np
 import pytest
 from made_sessions import SMALL, made
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -410,11 +410,12 @@ class DecodeGate:
                 waiting.doors = doors
 
     def _ask_again(self, now_s: float) -> None:
+        given_up: Counter[str] = Counter()
         for room, waiting in list(self._held.items()):
             if waiting.unanswered_s is not None and now_s - waiting.unanswered_s > PATIENCE_S:
                 del self._held[room]
                 metrics().decisions.labels("admit", Reason.NO_ANSWER.value).inc()
-                log.warning("Basin: no answer from %s for %.0f s; the call goes on", waiting.instance, PATIENCE_S)
+                given_up[waiting.instance] += 1
                 if max(self._heard_s.get(door, -math.inf) for door in waiting.doors) < waiting.unanswered_s:
                     self._silent.add(waiting.instance)
                 self._let_on(waiting.request, waiting.doors, self._priorities.stamp(waiting.since_s))
@@ -422,6 +423,8 @@ class DecodeGate:
                 waiting.asked_s = now_s
                 waiting.unanswered_s = now_s if waiting.unanswered_s is None else waiting.unanswered_s
                 self._send(waiting.doors, messages.Ask(room))
+        for instance, calls in given_up.items():
+            log.warning("Basin: no answer from %s for %.0f s; calls go on without: %d", instance, PATIENCE_S, calls)
 
     def _report_lendable(self) -> None:
         """Once a second, to each door its part: each guards a cache of its own."""

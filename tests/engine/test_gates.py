@@ -422,12 +422,16 @@ def test_the_end_of_a_session_makes_decode_ask_again(pair: Pair) -> None:
     assert pair.decode.pass_on([pair.call("a", 2)]) == []
 
 
-def test_a_silent_prefill_costs_the_patience_and_then_the_call_goes_on(pair: Pair) -> None:
-    call = pair.call("b", 2)
-    call.bootstrap_port = 9  # nobody listens there
-    assert pair.decode.pass_on([call]) == []
+def test_a_silent_prefill_costs_the_patience_and_then_its_calls_go_on(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = [pair.call("b", 2), pair.call("c", 3)]
+    for call in calls:
+        call.bootstrap_port = 9  # nobody listens there
+    assert pair.decode.pass_on(calls) == []
     pair.clock.now_s = decode_gate.PATIENCE_S + 1
-    assert rids(pair.decode.pass_on([])) == ["d2"]
+    assert rids(pair.decode.pass_on([])) == ["d2", "d3"]
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["2"]
 
 
 def test_the_patience_is_lost_once_and_questions_wait_again_when_prefill_is_heard(pair: Pair) -> None:

@@ -47,6 +47,10 @@ MAX_LOOSE = 20_000
 """So many conversations are known that are no session: not yet, or no longer. One that has ended and calls again begins
 anew, but under its old name, from which `policy.idle` learns that it was given up too early."""
 
+MAX_TWINS = 1_000
+"""So many of those that have a prompt in common, their first or their last: they are looked at one by one when it comes
+again, and some clients send the same prompt all day. As many rollouts of a task may start side by side."""
+
 MIN_TOKENS = 32
 """Shorter prompts belong to nobody: half the world extends them, and they hold nothing worth guarding."""
 
@@ -173,6 +177,11 @@ class Lineage:
         kept.move_to_end(thread.session_id)
         if len(kept) > most:
             self.forget(next(iter(kept)))
+        if not is_session:
+            for fingerprint in {thread.first, thread.last}:
+                loose = [twin for twin in self._at.get(fingerprint, ()) if twin.session_id in self._loose]
+                if len(loose) > MAX_TWINS:
+                    self.forget(loose[0].session_id)
 
     def _find(self, prompt: Prompt, runs: Runs) -> _Thread | None:
         tried_again: _Thread | None = None

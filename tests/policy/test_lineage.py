@@ -226,6 +226,22 @@ def test_single_calls_do_not_push_sessions_out(monkeypatch: pytest.MonkeyPatch) 
     assert client.call([*SYSTEM, 1, 2]) == session
 
 
+def test_of_those_that_send_the_same_prompt_all_day_the_latest_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each new one was compared with all before it, up to 20,000, and took milliseconds."""
+    monkeypatch.setattr("sglang_basin.policy.lineage.MAX_TWINS", 5)
+    client = Client()
+    singles = [client.place([*SYSTEM, 1], sure=False) for _ in range(40)]
+    assert len(client.lineage) == 5
+    assert client.call([*SYSTEM, 1, 2]) == singles[-5].session_id
+    agents = [client.call([*SYSTEM, 3]) for _ in range(20)]
+    for turn in range(len(agents)):  # they go on apart from each other, and end
+        assert client.call([*SYSTEM, 3, turn]) in agents
+    for agent in agents:
+        client.lineage.ended(agent)
+    assert len(client.lineage) == 5 + 5
+    assert client.call([*SYSTEM, 3, 19, 7]) == agents[19]
+
+
 def test_over_the_bound_the_session_without_a_call_for_longest_is_forgotten() -> None:
     client = Client(max_sessions=2)
     one, two = client.call([*SYSTEM, 1]), client.call([*SYSTEM, 2])

@@ -1,5 +1,5 @@
-"""A session's fixed priority in SGLang's own queues: the call of an earlier session goes before that of a later one,
-though the latter was there first, wherever the two meet. All sessions here are live, so that the door holds nobody.
+"""A session's fixed priority, at the door and in SGLang's own queues: the call of an earlier session goes before that
+of a later one, though the latter was there first or would fit sooner, wherever the two meet.
 """
 
 from __future__ import annotations
@@ -7,16 +7,42 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from random import getrandbits
 
 import pytest
-from calls import close, generate, new_session, prompt
-from stack import MAX_RUNNING, Stack
+import requests
+from calls import at_the_door, close, generate, in_bootstrap, new_session, prompt
+from faults import body, frozen
+from stack import BUDGET_TOKENS, MAX_RUNNING, Stack
 
 pytestmark = pytest.mark.stack
 
 
+def test_at_the_door(empty: Stack) -> None:
+    """The later session fits beside the one inside, the earlier one does not."""
+    inside, leaving, earlier, later = (new_session() for _ in range(4))
+    assert generate(empty, inside, prompt(BUDGET_TOKENS - 500, 330)).ok
+    assert generate(empty, leaving, prompt(600, 331)).ok  # over the budget: from here on the door judges
+    with ThreadPoolExecutor() as pool:
+        large = pool.submit(generate, empty, earlier, prompt(1_150, 332))
+        empty.until(lambda: empty.metric("prefill", "basin_held_calls") == 1, "the large session waits")
+        close(empty, leaving)
+        small = pool.submit(generate, empty, later, prompt(100, 333))
+        empty.until(lambda: empty.metric("prefill", "basin_held_calls") == 2, "the small one waits behind it")
+        time.sleep(1)
+        assert not large.done()
+        assert not small.done()
+        close(empty, inside)
+        assert large.result(30).ok
+        assert small.result(30).ok
+    assert at_the_door(empty) == 0
+    for session in (earlier, later):
+        close(empty, session)
+
+
 class Order:
-    """Two live sessions, the earlier and the later one, and who of them was answered when."""
+    """Two live sessions, the earlier and the later one, and who of them was answered when. The door holds neither."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
@@ -36,6 +62,12 @@ class Order:
     def send_unnamed(self, key: int, tokens: int) -> None:
         self._start(lambda: generate(self.stack, None, prompt(20, key), tokens=tokens))
 
+    def keep_prefill_busy(self, key: int) -> None:
+        """A call that decode has no part in."""
+        alone = {"bootstrap_host": "2.2.2.2", "bootstrap_room": getrandbits(62)}
+        payload = body(self.sessions["blocker"], prompt(8_000, key), **alone)
+        self._start(lambda: requests.post(self.stack.prefill_url + "/generate", json=payload, timeout=60))
+
     def _start(self, call: Callable[[], object]) -> None:
         self._threads.append(threading.Thread(target=call))
         self._threads[-1].start()
@@ -54,6 +86,16 @@ class Order:
         self.send("earlier", prompt_tokens, 302)
         self.stack.until(lambda: waits(2), "the earlier session's call waits too")
         assert self.finished == [], "the two have met in the queue"
+
+
+def test_in_prefills_bootstrap_queue(empty: Stack) -> None:
+    """Decode is stopped, so that both calls wait for it; both become ready while prefill computes something else."""
+    order = Order(empty)
+    with frozen(empty, "decode-0"):
+        order.later_first(6_000, lambda n: in_bootstrap(empty) == n)
+        order.keep_prefill_busy(303)
+        time.sleep(0.3)
+    assert order.settle() == ["earlier", "later"]
 
 
 def test_in_prefills_waiting_queue(empty: Stack) -> None:

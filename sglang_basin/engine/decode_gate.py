@@ -40,6 +40,7 @@ from sglang_basin.engine.requests import (
 )
 from sglang_basin.engine.turn import Turn
 from sglang_basin.engine.watch import EngineWatch
+from sglang_basin.lending.holdings import Owner
 from sglang_basin.lending.ranks import ForRanks
 from sglang_basin.policy.decisions import Reason
 from sglang_basin.policy.lineage import MIN_TOKENS
@@ -55,6 +56,9 @@ PATIENCE_S = 15.0
 longest chunk of prefill stays well below this."""
 
 REPORT_RUNNING_S = 30.0
+
+SHORTENED_AT_ONCE = 1024
+"""Sessions of which prefill is told once a second that less of them is kept."""
 
 
 @dataclass(slots=True)
@@ -111,13 +115,15 @@ class DecodeGate:
         watch: EngineWatch | None = None,
         by_prompt: PromptSessions | None = None,
         lendable: Callable[[], int] | None = None,
-        kept: Callable[[Any], int] = lambda request: 0,
+        kept: Callable[[Any, Owner | None], int] = lambda request, owner: 0,
+        shortened: Callable[[int], list[tuple[Owner, int]]] = lambda most: [],
         has_radix_session: Callable[[str], bool] = lambda session_id: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `by_prompt`, calls that name no session are asked about too, for prefill infers their sessions.
         `lendable` says how many tokens finished calls may keep here now; None where nothing is lent. `kept` says how
-        many of an answered call's. `has_radix_session` as `radix_sessions`."""
+        many of an answered call's, and notes whose they are; `shortened` of which sessions less is kept since then,
+        and how much. `has_radix_session` as `radix_sessions`."""
         self._control = control
         self._answer = answer
         self._turn = Turn()
@@ -129,6 +135,7 @@ class DecodeGate:
         self._watch = watch
         self._lendable = lendable
         self._kept = kept
+        self._shortened = shortened
         self._has_radix_session = has_radix_session
         self._heard_s: dict[str, float] = {}  # door -> when its last message came
         self._silent: set[str] = set()  # prefill instances that let the patience run out and were not heard since
@@ -150,7 +157,7 @@ class DecodeGate:
         """Build the gate of a live scheduler. Connections are made when the first call names a prefill instance."""
         from sglang.srt.runtime_context import get_disagg
 
-        from sglang_basin.lending.decode import kept_tokens_of, lendable_tokens
+        from sglang_basin.lending.decode import kept_tokens_of, lendable_tokens, take_shortened
 
         sleeper = scheduler.idle_sleeper
         return cls(
@@ -165,6 +172,7 @@ class DecodeGate:
             by_prompt=PromptSessions(config.max_live_sessions) if config.infer_sessions == "on" else None,
             lendable=lendable_tokens if config.lending == "on" else None,
             kept=kept_tokens_of,
+            shortened=take_shortened,
             has_radix_session=radix_sessions(scheduler),
         )
 
@@ -188,6 +196,7 @@ class DecodeGate:
             self._next_show_s = now_s + SHOW_EVERY_S
             metrics().held_calls.set(len(self._held))
             self._report_lendable()
+            self._report_shortened()
             show_control(self._control_figures(now_s))
         if now_s >= self._next_report_s:
             self._report_running(now_s)
@@ -199,8 +208,9 @@ class DecodeGate:
         if call is not None:
             output_tokens = len(getattr(request, "output_ids", None) or ())
             final, answered = self._is_final(request, call), not failed(request)
-            kept_tokens = self._kept(request) if answered else 0
-            entered = None if call.session_id is None else self._entered.get((call.doors[0], call.session_id))
+            owner = None if call.session_id is None else (call.doors[0], call.session_id)
+            kept_tokens = self._kept(request, owner) if answered else 0
+            entered = None if owner is None else self._entered.get(owner)
             priority_ms = None if entered is None else entered.priority_ms
             self._send(call.doors, messages.Left(call.room, output_tokens, final, answered, kept_tokens, priority_ms))
             self._note_left(call.room, answered=answered)
@@ -433,6 +443,17 @@ class DecodeGate:
         doors = self._control.peers
         for door in doors:
             self._control.send(door, messages.Lends(self._lendable() // len(doors)))
+
+    def _report_shortened(self) -> None:
+        """Once a second: prefill need not ask for what has been dropped here."""
+        sessions: dict[str, list[tuple[str, int]]] = {}
+        for (door, session_id), tokens in self._shortened(SHORTENED_AT_ONCE):
+            sessions.setdefault(door, []).append((session_id, tokens))
+        for door, shortened in sessions.items():
+            if door not in self._control.peers:
+                continue  # a prefill that is gone
+            for start in range(0, len(shortened), messages.SESSIONS_PER_MESSAGE):
+                self._control.send(door, messages.Keeps(shortened[start : start + messages.SESSIONS_PER_MESSAGE]))
 
     def _report_running(self, now_s: float) -> None:
         self._next_report_s = now_s + REPORT_RUNNING_S

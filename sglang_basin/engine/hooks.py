@@ -181,6 +181,13 @@ LENDING: tuple[Hook, ...] = (
         why="a finished call's KV has just become evictable; no flag caps how much of it stays",
     ),
     Hook(
+        target=f"{_TREE}._evict_device_leaf",
+        kind="before",
+        function=f"{_ON_DECODE}:note_dropped",
+        parameters=("self", "node_id", "tracker"),
+        why="whose copy becomes shorter; the tree's core is native and its events name no sessions",
+    ),
+    Hook(
         target="sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata",
         kind="around",
         function=f"{_ON_DECODE}:tell_pages",
@@ -249,6 +256,13 @@ LENDING: tuple[Hook, ...] = (
         function=f"{_ON_PREFILL}:run_batch",
         parameters=("self", "batch"),
         why="a forward must know which parts its layers wait for, and its result whether they came",
+    ),
+    Hook(
+        target=f"{_SCHEDULER}.maybe_send_cached_prefix_chunk",
+        kind="around",
+        function=f"{_ON_PREFILL}:send_cached",
+        parameters=("self", "req", "allow_send"),
+        why="decode may lack tokens of a lease: they may go there once they have come; HiCache's loads wait here too",
     ),
     Hook(
         target=f"{_SCHEDULER}.process_batch_result_disagg_prefill",

@@ -25,6 +25,7 @@ MAX_RANKS = 64
 MAX_LEASE_S = 60.0
 MAX_KEY_CHARACTERS = 4096
 ROOMS_PER_MESSAGE = 4096
+SESSIONS_PER_MESSAGE = 64
 
 Room = int
 """SGLang's bootstrap room: what both legs of a call have in common. msgpack carries 64 bits of it."""
@@ -105,7 +106,7 @@ class Turned(msgspec.Struct, tag="turned", array_like=True, frozen=True):
 class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
     """These sessions have ended, or been `paused`: a further call of theirs must ask again."""
 
-    session_ids: Annotated[list[SessionId], msgspec.Meta(max_length=64)]
+    session_ids: Annotated[list[SessionId], msgspec.Meta(max_length=SESSIONS_PER_MESSAGE)]
     paused: bool = False
 
 
@@ -113,6 +114,12 @@ class Lends(msgspec.Struct, tag="lends", array_like=True, frozen=True):
     """Finished calls may keep so many tokens of KV on this decode for this prefill, as busy as it is now."""
 
     tokens: Tokens
+
+
+class Keeps(msgspec.Struct, tag="keeps", array_like=True, frozen=True):
+    """Decode has had better use for memory: of these sessions it keeps no more than so many first tokens, or none."""
+
+    sessions: Annotated[list[tuple[SessionId, Tokens]], msgspec.Meta(max_length=SESSIONS_PER_MESSAGE)]
 
 
 class Borrow(msgspec.Struct, tag="borrow", array_like=True, frozen=True):
@@ -146,7 +153,7 @@ class Lease(msgspec.Struct, tag="lease", array_like=True, frozen=True):
     busy: bool = False
 
 
-FromDecode = Ask | Left | Running | Lends | Lease
+FromDecode = Ask | Left | Running | Lends | Keeps | Lease
 FromPrefill = Ranks | Enter | Reorder | Wait | Turned | Ended | Borrow | Return
 
 encode = msgspec.msgpack.Encoder().encode

@@ -381,6 +381,10 @@ class PrefillGate:
             self._left_decode(peer, message, now_s)
         elif isinstance(message, messages.Lends):
             self._lent[peer] = message.tokens, now_s
+        elif isinstance(message, messages.Keeps):
+            if self._copies is not None:
+                for session_id, tokens in message.sessions:
+                    self._copies.shorten(session_id, peer, tokens)
         elif isinstance(message, messages.Lease):
             if not message.busy:
                 self._note_copy(self.door.session_of(str(message.room)), peer, message.tokens)
@@ -439,9 +443,10 @@ class PrefillGate:
 
     def _tell_gates(self, session_ids: list[str], *, paused: bool) -> None:
         """Decode is to ask about these sessions' next calls."""
-        for start in range(0, len(session_ids), 64):
+        for start in range(0, len(session_ids), messages.SESSIONS_PER_MESSAGE):
+            some = session_ids[start : start + messages.SESSIONS_PER_MESSAGE]
             for gate in list(self._gates):
-                self._send(gate, messages.Ended(session_ids[start : start + 64], paused))
+                self._send(gate, messages.Ended(some, paused))
 
     def _note(self, decision: Decision, request: TokenizedGenerateReqInput, session_id: str | None) -> None:
         """Count a decision about `request`, and log it where that was asked for."""

@@ -19,7 +19,7 @@ def attach(result: Any, self: Any) -> None:
     if role == "prefill":
         prefill.attach(self, config.lending_patience_s, config.lending_transport)
     elif role == "decode":
-        decode.attach(self, config.lent_share)
+        decode.attach(self, config.lent_share, config.max_live_sessions)
 
 
 def hear(result: Any, self: Any, local_reqs: Any = None) -> list[Any] | None:

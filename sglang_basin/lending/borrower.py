@@ -6,8 +6,8 @@ All of it runs in the scheduler's thread of every rank; `Pull` alone has a threa
               is another decode (`questions`), then for free slots, half the patience at most
     flowing   slots are allocated, the prefix before them is locked, a thread reads
     near      so little is missing that the call may be scheduled: the forward of layer l waits for layer l alone.
-              Not with a lease, whose tokens the call's own decode lacks: SGLang sends it what a call has cached before
-              the forward runs
+              The call's own decode may lack the tokens of a lease; it gets them behind the forward
+              (`prefill.send_cached`)
     landed    all is there: the slots join the radix tree like computed KV, before or after the call ran
     given up  the peer failed or took longer than the patience: the call goes on as if nothing was lent, and the slots
               stay out of use until the last read is through
@@ -513,8 +513,7 @@ class Borrower:
             return Came.LANDED
         if pull.over or now_s > part.until_s:
             return Came.GIVEN_UP
-        may_overlap = self.overlap and part.leased_by is None
-        return Came.NEAR if may_overlap and pull.remaining_s(now_s) <= NEAR_S else Came.FLOWING
+        return Came.NEAR if self.overlap and pull.remaining_s(now_s) <= NEAR_S else Came.FLOWING
 
     def _all_there(self, part: Part, until_s: float) -> bool:
         part.pull.wait_over(until_s)
@@ -522,7 +521,6 @@ class Borrower:
 
     def _publish(self, part: Part) -> None:
         """The part joins the tree, evictable like any cached prefix; slots that the tree has no use for are freed."""
-        own = part.leased_by is None
         del self._parts[part.req.rid]
         self._tree.insert(
             InsertParams(
@@ -535,8 +533,7 @@ class Borrower:
         )
         self._tree.unlock(part.lock)
         chance_of(part.req).judged = True
-        self._give_back(part)
-        self._landed(part, "landed" if own else "leased")
+        self._landed(part, "landed")
 
     def _hand_over(self, part: Part) -> None:
         """The call ran with the part, whose slots are in the call's row now: SGLang inserts them like computed ones."""
@@ -546,7 +543,10 @@ class Borrower:
         self._tree.unlock(part.lock)
         self._landed(part, "overlapped")
 
-    def _landed(self, part: Part, outcome: str) -> None:
+    def _landed(self, part: Part, own_outcome: str) -> None:
+        """`own_outcome` is counted if the call's own decode lent it."""
+        outcome = own_outcome if part.leased_by is None else "leased"
+        self._give_back(part)
         pull = part.pull
         seconds = pull.ended_s - pull.began_s
         known = self._peers[part.peer]

@@ -1,7 +1,8 @@
 """Where sessions' kept copies are, as decode instances report them to one prefill instance. Pure: time is an argument.
 
-A report says how long a session's context was when its call left a decode. What the decode has dropped since then comes
-out when it is asked for a lease: its answer corrects the entry.
+A report says how much of a session's context a decode kept when its call left. When the decode drops some of that, it
+says so within a second or two (`holdings`); what it has not said comes out when it is asked for a lease, whose answer
+corrects the entry.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class Copies:
         self._by_session.move_to_end(session_id)
         if len(self._by_session) > self._max_sessions:
             self._by_session.popitem(last=False)
+
+    def shorten(self, session_id: str, holder: bytes, tokens: int) -> None:
+        """`holder` keeps no more than so many tokens of the session."""
+        if tokens < self._by_session.get(session_id, {}).get(holder, 0):
+            self.note(session_id, holder, tokens)
 
     def longest(self, session_id: str, holders: frozenset[bytes]) -> Copy | None:
         """The session's longest copy among those of these decodes."""

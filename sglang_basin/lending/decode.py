@@ -2,17 +2,21 @@
 prefill is told which pages hold a call's prefix.
 
 What is lent is what the tree holds and no call uses: SGLang evicts it, oldest first, before any call waits or is
-retracted. The pages of a call's prefix are locked by the call itself, from the moment prefill is told of them until
-the call has left decode. For a call that another decode has, prefill asks for a lease of them (`leases`).
+retracted; prefill is told of that (`holdings`). The pages of a call's prefix are locked by the call itself, from the
+moment prefill is told of them until the call has left decode. For a call that another decode has, prefill asks for a
+lease of them (`leases`).
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+from array import array
 from typing import Any
 
 from sglang_basin.engine import messages
 from sglang_basin.engine.metrics import fault, log, metrics
+from sglang_basin.lending.holdings import Holdings, Owner
 from sglang_basin.lending.leases import Leases
 from sglang_basin.lending.pages import pack
 from sglang_basin.lending.ranks import ForRanks
@@ -27,14 +31,16 @@ _lender: Any = None
 class Lender:
     """One per rank of a decode instance. Ranks see the same tree, so they evict alike."""
 
-    def __init__(self, scheduler: Any, share: float, sessions: tuple[str, ...] = ()) -> None:
-        """`share`: of the KV pool that finished calls may keep, 0 to 1. `sessions`: each rank's Mooncake session."""
+    def __init__(self, scheduler: Any, share: float, sessions: tuple[str, ...], *, max_copies: int) -> None:
+        """`share`: of the KV pool that finished calls may keep, 0 to 1. `sessions`: each rank's Mooncake session.
+        `max_copies`: of so many sessions prefill is told when less of them is kept."""
         self._tree = scheduler.tree_cache
         self._allocator = scheduler.token_to_kv_pool_allocator
         self.cap_tokens = int(self._allocator.size * share)
         self.pages: dict[int, bytes] = {}  # room whose metadata is being sent -> its field
         self.buffers: bytes | None = None  # field of the registration message
         self.leases = Leases(self._tree, self._allocator, sessions)
+        self.holdings = Holdings(max_copies)  # on the first rank, which has the gate
 
     @property
     def kept_tokens(self) -> int:
@@ -54,11 +60,34 @@ class Lender:
             self._tree.evict(EvictParams(num_tokens=over))
         metrics().lent_kept.set(self.kept_tokens)
 
-    def kept_of(self, request: Any) -> int:
-        """How many tokens of a finished call's prompt and answer have become lent: whole pages of what was computed,
-        which the last token is not."""
-        known = len(request.origin_input_ids) + len(request.output_ids) - 1
-        return min(known, self.cap_tokens) // self._allocator.page_size * self._allocator.page_size
+    def kept_of(self, request: Any, owner: Owner | None) -> int:
+        """How many tokens of a finished call's prompt and answer the tree holds; noted for `owner`, if known."""
+        end, tokens = self._path_of(request)
+        if owner is not None:
+            self.holdings.keep(owner, end, tokens)
+        return tokens
+
+    def dropping(self, node: int) -> None:
+        """SGLang is about to free the KV of this node, the end of a path."""
+        if self.holdings.ends_at(node):
+            (path,) = self._tree.tree_core.collect_path_info([node])
+            before = path[-2:-1]
+            self.holdings.drop(node, *((before[0].node_id, before[0].path_end) if before else (0, 0)))
+
+    def _path_of(self, request: Any) -> tuple[int, int]:
+        """Where in the tree a call that has just left ends, and after how many tokens."""
+        try:
+            (path,) = self._tree.tree_core.collect_path_info([request.last_node])
+            kept = list(itertools.takewhile(lambda node: node.full_value_len is not None, path))
+            return (kept[-1].node_id, kept[-1].path_end) if kept else (0, 0)
+        except KeyError:  # it is longer than the share, and its end has been dropped already
+            from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+            from sglang.srt.mem_cache.radix_cache import RadixKey
+
+            known = array("q", [*request.origin_input_ids, *request.output_ids])
+            key = RadixKey(known, request.extra_key, cache_salt=request.cache_salt)
+            match = self._tree.match_prefix(MatchPrefixParams(key=key.page_aligned(self._allocator.page_size)))
+            return match.last_device_node, match.device_prefix_len
 
     def settle(self) -> None:
         """Once a turn: leases whose time is over end, and what they kept counts as lent again."""
@@ -68,7 +97,7 @@ class Lender:
                 self.trim()
 
 
-def attach(scheduler: Any, share: float) -> None:
+def attach(scheduler: Any, share: float, max_copies: int) -> None:
     """Build this rank's lender, or say why there is none."""
     global _lender
     from sglang_basin.lending.prefill import unsupported
@@ -77,7 +106,7 @@ def attach(scheduler: Any, share: float) -> None:
         log.warning("Basin's lending is off on this decode instance: %s", wrong)
         metrics().lending_up.set(0)
         return
-    _lender = Lender(scheduler, share, _sessions_of(scheduler))
+    _lender = Lender(scheduler, share, _sessions_of(scheduler), max_copies=max_copies)
     _lender.buffers = _buffers_field(scheduler.disagg_decode_prealloc_queue.kv_manager.kv_args)
     metrics().lending_up.set(1)
     log.info("Basin's lending is on: finished calls keep up to %d tokens", _lender.cap_tokens)
@@ -114,9 +143,30 @@ def _sessions_of(scheduler: Any) -> tuple[str, ...]:
     return tuple(bytes(session.tolist()).rstrip(b"\0").decode() for session in everyones)
 
 
-def kept_tokens_of(request: Any) -> int:
-    """How much of a finished call's context is kept here; 0 where lending is off."""
-    return 0 if _lender is None else _lender.kept_of(request)
+def kept_tokens_of(request: Any, owner: Owner | None) -> int:
+    """How much of a finished call's context is kept here, of whichever session it is; 0 where lending is off."""
+    return 0 if _lender is None else _lender.kept_of(request, owner)
+
+
+def take_shortened(most: int) -> list[tuple[Owner, int]]:
+    """Sessions, so many at a time, of which less is kept than prefill knows, and how much."""
+    return [] if _lender is None else _lender.holdings.take_shorter(most)
+
+
+def note_dropped(self: Any, node_id: int, tracker: Any) -> None:
+    """Before `UnifiedRadixCache._evict_device_leaf`."""
+    if _lender is None:
+        return
+    try:
+        _lender.dropping(node_id)
+    except Exception:  # noqa: BLE001 - a lease finds it out
+        fault("lending", "could not note that a kept copy has become shorter")
+
+
+def flushed() -> None:
+    """SGLang has emptied its tree."""
+    if _lender is not None:
+        _lender.holdings.drop_all()
 
 
 def hear(told: ForRanks) -> None:

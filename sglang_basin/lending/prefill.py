@@ -221,6 +221,12 @@ def prefix_slots(original: Any, self: Any, req: Any) -> Any:
     return torch.cat([path, tail])[: req.prefix_len]
 
 
+def send_cached(original: Any, self: Any, req: Any, allow_send: bool = True) -> None:
+    """Around `Scheduler.maybe_send_cached_prefix_chunk`, which sends decode what a call has cached while the forward
+    runs: not what is on its way; the send behind the forward has it."""
+    original(self, req, allow_send and not (_borrower is not None and _borrower.shown((req,))))
+
+
 def run_batch(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `Scheduler.run_batch`."""
     if _borrower is None or not batch.forward_mode.is_extend():
@@ -266,7 +272,9 @@ def refuse_flush(original: Any, self: Any, *args: Any, **kwargs: Any) -> bool:
     if _borrower is not None and not _or_off(_borrower.drain, True):
         log.warning("Cache not flushed: %d lent tokens are still on their way", _borrower.private_tokens)
         return False
-    return original(self, *args, **kwargs)
+    if flushed := original(self, *args, **kwargs):
+        decode.flushed()
+    return flushed
 
 
 def count_private(original: Any, self: Any, ps: Any, uncached: int = 0) -> Any:

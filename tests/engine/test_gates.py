@@ -37,7 +37,7 @@ from sglang_basin.engine.prefill_gate import REMEMBER_FOR_S, PrefillGate
 from sglang_basin.engine.prompt_sessions import PromptSessions
 from sglang_basin.engine.ranks import Rank
 from sglang_basin.engine.rooms import DroppedRooms
-from sglang_basin.lending.copies import Copies
+from sglang_basin.lending.copies import Copies, Copy
 from sglang_basin.lending.ranks import ForRanks, Kept
 from sglang_basin.policy.budget import Budget, BudgetSettings
 from sglang_basin.policy.door import Door, DoorSettings
@@ -91,6 +91,7 @@ class Pair:
     ) -> None:
         self.clock = Clock()
         self.answers: dict[str, list[tuple[str, int | None]]] = {"prefill": [], "decode": []}
+        self.shortened: list[tuple[tuple[str, str], int]] = []
         self.port = two_free_ports()
         self.channel = PrefillEnd(HOST, self.port)
         door = small_door(max_queued)
@@ -107,7 +108,8 @@ class Pair:
             max_sessions=100,
             finals=FinalAnswers(None, None),
             by_prompt=PromptSessions(100) if decode_asks else None,
-            kept=lambda request: getattr(request, "kept_tokens", 0),
+            kept=lambda request, owner: getattr(request, "kept_tokens", 0),
+            shortened=lambda most: [self.shortened.pop() for _ in range(min(most, len(self.shortened)))],
             clock=self.clock,
         )
 
@@ -285,6 +287,25 @@ def test_a_lease_is_asked_granted_corrected_and_returned(pair: Pair) -> None:
     assert pair.prefill.post(told.peer, messages.Return(2))
     _, decode_out = pair.until(lambda p, d: d)
     assert decode_out == [ForRanks(asked.peer, messages.Return(2))]
+
+
+def test_prefill_forgets_a_copy_that_decode_has_dropped(pair: Pair) -> None:
+    """In one message after the other, and none makes a copy longer or names a session that prefill does not know."""
+    for room, session in enumerate(("a", "b", "c"), 1):
+        pair.enter(session, room, 10)
+        left = SimpleNamespace(rid=f"d{room}", output_ids=[1], finished_reason=FINISH_LENGTH(1), kept_tokens=48)
+        pair.decode.left(left)
+    pair.until(lambda p, d: len(pair.prefill._copies) == 3)
+    (holder,) = pair.prefill._gates
+    (door,) = pair.decode._control.peers
+    pair.shortened = [((door, "a"), 32), ((door, "b"), 0), ((door, "c"), 64)]
+    pair.shortened += [((door, f"unknown-{number}"), 16) for number in range(200)]
+    pair.clock.now_s += 1.1
+    pair.until(lambda p, d: pair.prefill._copies.longest("b", frozenset([holder])) is None)
+    pair.until(lambda p, d: pair.prefill._copies.longest("a", frozenset([holder])) == Copy(holder, 32))
+    assert pair.prefill._copies.longest("c", frozenset([holder])) == Copy(holder, 48)
+    assert len(pair.prefill._copies) == 2
+    assert pair.shortened == []
 
 
 def test_a_decode_that_is_gone_is_answered_for(pair: Pair) -> None:

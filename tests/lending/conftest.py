@@ -53,6 +53,17 @@ def spoiled_by(reads: Path) -> dict[str, str]:
     return {"BASIN_TEST_READS": str(reads), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+def timeline(reads: Path) -> dict[str, dict[str, dict[int, float]]]:
+    """By call, while reads are slow: when layers of its part had come, and when a forward went on to compute with
+    them."""
+    seen: dict[str, dict[str, dict[int, float]]] = {}
+    path = reads.with_suffix(".timeline")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        what, layer, room, at_s = line.split()
+        seen.setdefault(room, {"arrived": {}, "computes": {}})[what].setdefault(int(layer), float(at_s))
+    return seen
+
+
 @pytest.fixture(scope="module")
 def lending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lending]:
     """Chunked prefill, page size 16."""

@@ -208,7 +208,10 @@ class World:
         )
         self.lender, self.lender_elsewhere = (
             Lender(
-                SimpleNamespace(tree_cache=decode.tree, token_to_kv_pool_allocator=decode.allocator), share, (session,)
+                SimpleNamespace(tree_cache=decode.tree, token_to_kv_pool_allocator=decode.allocator),
+                share,
+                (session,),
+                max_copies=100,
             )
             for decode, session in ((self.decode, PEER), (self.elsewhere, ELSEWHERE))
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import requests
-from conftest import DECODE_TOKENS, PATIENCE_S, Lending
+from conftest import DECODE_TOKENS, PATIENCE_S, Lending, timeline
 from lending_sessions import MODEL, Answer, call, counter, found_tokens, outcomes, play
 from stack import LOGS
 
@@ -85,10 +85,11 @@ def test_an_evicted_session_gets_its_prefix_back_and_no_more_is_read(sound: Lend
 def test_a_session_that_prefill_still_holds_gets_its_answer_back_at_most(sound: Lending) -> None:
     prompt = ids(800, "held")
     first = call(sound.url, prompt, 40)
-    tokens, _ = lent(sound)
-    again = call(sound.url, prompt + first.ids + ids(20, "more"), 4)
-    assert again.cached_tokens >= 800 // PAGE * PAGE
-    assert lent(sound)[0] - tokens == again.cached_tokens - 800 // PAGE * PAGE
+    (tokens, _), before = lent(sound), found_tokens(sound.prefill_url)
+    call(sound.url, prompt + first.ids + ids(20, "more"), 4)
+    found = found_tokens(sound.prefill_url) - before
+    assert found >= 800 // PAGE * PAGE
+    assert lent(sound)[0] - tokens == found - 800 // PAGE * PAGE
 
 
 def test_random_sessions_answer_as_they_would_cold(sound: Lending) -> None:
@@ -158,16 +159,6 @@ def test_a_peer_that_stops_costs_its_call_the_patience_and_others_nothing(sound:
     until(lambda: recovered(sound), "the peer is tried again", 30)
 
 
-def timeline(lending: Lending) -> dict[str, dict[str, dict[int, float]]]:
-    """By call: when layers of its part had come, and when a forward went on to compute with them."""
-    seen: dict[str, dict[str, dict[int, float]]] = {}
-    path = lending.reads.with_suffix(".timeline")
-    for line in path.read_text().splitlines() if path.exists() else ():
-        what, layer, room, at_s = line.split()
-        seen.setdefault(room, {"arrived": {}, "computes": {}})[what].setdefault(int(layer), float(at_s))
-    return seen
-
-
 def test_the_first_layer_is_computed_before_the_last_one_has_come(sound: Lending) -> None:
     """Over a link on which a layer takes 60 ms: the forward begins while layers are on their way, and each waits for
     its own. (Should the part land before the call is scheduled, on a busy machine, there is another one.)"""
@@ -183,7 +174,7 @@ def test_the_first_layer_is_computed_before_the_last_one_has_come(sound: Lending
             break
     else:
         pytest.fail(f"no call was computed while its part was on its way: {outcomes(sound.prefill_url)}")
-    seen = list(timeline(sound).values())[-1]
+    seen = list(timeline(sound.reads).values())[-1]
     arrived, computes = seen["arrived"], seen["computes"]
     assert computes[0] < arrived[last]
     assert all(arrived[layer] <= computes[layer] for layer in range(MODEL.layers))

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from conftest import DECODE_TOKENS, spoiled_by
-from lending_sessions import MODEL, Answer, call, counter, lending_node, outcomes, pins, play
+from conftest import DECODE_TOKENS, spoiled_by, timeline
+from lending_sessions import MODEL, Answer, call, counter, found_tokens, lending_node, outcomes, pins, play
 from stack import LOGS
 
 from sglang_basin.config import BasinConfig
@@ -136,6 +136,40 @@ def test_a_session_that_lands_on_the_other_decode_gets_its_prefix_back(sound: Tw
     assert got >= 0.95 * known_tokens(context)
     assert read == got * MODEL.kv_bytes_per_token
     until(lambda: counter(sound.decode_urls[0], "basin_leased_tokens") == 0, "the lease was given back")
+
+
+def test_a_copy_that_its_decode_has_dropped_is_not_asked_for(sound: Two) -> None:
+    """Its decode says so; the call is computed without a question."""
+    context = sound.kept_by(0, "dropped")
+    for number in range(22):  # more than the half of its pool that it keeps
+        sound.call(ids(1_000, f"newer-{number}"), 1, f"newer-{number}", decode=0)
+    time.sleep(3.0)  # it says so once a second
+    answers = sound.leases()
+    prompt = [*context, 9]
+    again = sound.call(prompt, 4, "dropped", decode=1)
+    assert sound.leases() == answers
+    assert again.ids == sound.cold(prompt, 4)
+
+
+def test_the_first_layer_of_a_lease_is_computed_before_the_last_one_has_come(sound: Two) -> None:
+    """Over a link on which a layer takes 60 ms. The call's own decode lacks these tokens: were it sent what prefill
+    has cached before the forward, as SGLang does, the answer would be another one."""
+    for number in range(10):
+        context = sound.kept_by(0, f"timeline-{number}")
+        known = set(timeline(sound.reads))
+        sound.reads.write_text("slow 60")
+        again = sound.call([*context, 7], 6, f"timeline-{number}", decode=1)
+        sound.reads.write_text("")
+        assert again.ids == sound.cold([*context, 7], 6)
+        seen = [layers for room, layers in timeline(sound.reads).items() if room not in known]
+        if seen and seen[-1]["computes"]:
+            break
+    else:
+        pytest.fail("no call was computed while its lease was being read")
+    arrived, computes = seen[-1]["arrived"], seen[-1]["computes"]
+    assert computes[0] < arrived[MODEL.layers - 1]
+    assert all(arrived[layer] <= computes[layer] for layer in range(MODEL.layers))
+    assert sound.leases().get("lent", 0) > 0
 
 
 def test_random_sessions_that_nobody_pins_answer_as_they_would_cold(sound: Two) -> None:
@@ -264,5 +298,6 @@ def test_a_holder_that_is_killed_is_done_without(sound: Two) -> None:
         os.kill(process.pid, signal.SIGKILL)
     answer = sound.call(prompt, 4, "killed", decode=1)
     assert answer.ids == wanted
-    again = sound.call([*prompt, *answer.ids, 5], 4, "killed", decode=1)
-    assert again.cached_tokens >= known_tokens(prompt)
+    found = found_tokens(sound.prefill_url)
+    sound.call([*prompt, *answer.ids, 5], 4, "killed", decode=1)
+    assert found_tokens(sound.prefill_url) - found >= known_tokens(prompt), "prefill has computed and kept it"

@@ -69,7 +69,7 @@ def test_a_model_with_other_state_keeps_lending_off_and_says_so(role: str, caplo
         if role == "prefill":
             prefill.attach(scheduler, 2.0)
         else:
-            decode.attach(scheduler, 0.5)
+            decode.attach(scheduler, 0.5, 100)
     assert caplog.messages == [f"Basin's lending is off on this {role} instance: {STATE}"]
     assert prefill._borrower is None
     assert decode._lender is None

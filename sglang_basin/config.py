@@ -278,7 +278,8 @@ OPTIONS: tuple[Option, ...] = (
         default="auto",
         help="how prefill reads lent KV: 'auto' maps the memory of a decode on its own machine (CUDA IPC) and reads "
         "from others through Mooncake; 'mooncake' maps nothing",
-        why="mapped memory needs no NIC and no staging; doctor says what it comes to",
+        why="mapped memory needs no NIC and no staging, and is used once it has brought what Mooncake does; "
+        "doctor says what it comes to",
         check=_one_of("auto", "mooncake"),
     ),
     Option(

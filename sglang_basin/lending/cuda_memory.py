@@ -122,6 +122,10 @@ class CudaDevice:
         """Bytes at an address that this GPU can read, as a tensor that owns nothing."""
         return view(self.device, address, size_bytes)
 
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        """Bytes of this GPU's memory, of the current stream."""
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """What is launched within runs on the side stream: before prefill's kernels where both could start."""

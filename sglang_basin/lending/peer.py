@@ -2,8 +2,10 @@
 side stream of prefill's GPU. No NIC, no staging, nothing for decode to do.
 
 A peer is met at its first call: a thread of its own maps its buffers, compiles the kernel, then waits for the end of
-that process, to unmap them: else a decode that was killed would leave its GPU's memory taken. Until they are mapped,
-and wherever they cannot be, `Nearest` reads by Mooncake.
+that process, to unmap them: else a decode that was killed would leave its GPU's memory taken. That a mapping succeeds
+does not say that reading through it brings the right bytes (an IOMMU between two GPUs, for one, may see to that). So
+while a first pull is read by Mooncake, some of its pages of every layer are copied aside too, and only if they are the
+same is anything read this way into the pool. Until then, and wherever that cannot be, `Nearest` reads by Mooncake.
 """
 
 from __future__ import annotations
@@ -16,14 +18,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from basin_kernels.page_copy import PageCopy, Placement
 
-from sglang_basin.engine.metrics import log
+from sglang_basin.engine.metrics import log, metrics
 from sglang_basin.lending import places
 from sglang_basin.lending.buffers import Allocation, Buffer, Buffers
 from sglang_basin.lending.places import Choice, Place
 from sglang_basin.lending.transport import MooncakeReads, Plan, TransferFailed
+
+PROBED_PAGES = 8
+"""Of a first pull, so many pages of each layer are compared with what Mooncake brought."""
 
 LAYERS_AHEAD = 2
 """Layers that are launched before the one that is waited for has come: hides the launches, bounds what giving up waits
@@ -52,6 +58,8 @@ class Device(Protocol):
 
     def view(self, address: int, size_bytes: int) -> torch.Tensor: ...
 
+    def empty(self, size_bytes: int) -> torch.Tensor: ...
+
     def aside(self) -> AbstractContextManager[None]: ...
 
     def mark(self) -> Event: ...
@@ -79,23 +87,31 @@ class Own:
 def offer(own: Sequence[Own], device: Device) -> Buffers:
     """What decode tells of its buffers. Raises RuntimeError where the driver does not share them."""
     here = Place.here(device.uuid)
-    allocations: dict[bytes, int] = {}
-    sizes: list[int] = []
+    numbers: dict[int, int] = {}  # by the allocation's own address
+    allocations: list[Allocation] = []
     buffers = []
     for buffer in own:
         handle, size, offset = device.driver.share(buffer.address)
-        if handle not in allocations:
-            allocations[handle] = len(sizes)
-            sizes.append(size)
-        buffers.append(Buffer(allocations[handle], offset, buffer.pages, buffer.page_bytes))
+        number = numbers.setdefault(buffer.address - offset, len(allocations))
+        if number == len(allocations):
+            allocations.append(Allocation(handle, size))
+        buffers.append(Buffer(number, offset, buffer.pages, buffer.page_bytes))
     return Buffers(
         machine=here.machine,
         processes=here.processes,
         process=os.getpid(),
         device=device.uuid,
-        allocations=tuple(Allocation(handle, size) for handle, size in zip(allocations, sizes, strict=True)),
+        allocations=tuple(allocations),
         buffers=tuple(buffers),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """A peer's buffers: to be copied into ours, or, to see whether they are what they should be, aside."""
+
+    copy: PageCopy
+    probe: PageCopy
 
 
 @dataclass(slots=True)
@@ -108,7 +124,9 @@ class _Met:
     """Why it is read the way it is."""
     usable: bool = False
     """Mapped, and no copy has failed."""
-    mapped: PageCopy | None = None
+    proven: bool = False
+    """What was copied has been what Mooncake read."""
+    mapped: _Mapped | None = None
     readers: int = 0
 
 
@@ -117,13 +135,14 @@ class _UnderWay:
     """One pull: what has been launched of it."""
 
     met: _Met
-    copy: PageCopy
+    mapped: _Mapped
     placement: Placement
     events: list[Event] = field(default_factory=list)
 
 
 class PeerReads:
-    """Reads from decodes of this machine, as `transport.Transport` says; `meet` stands where that has `mismatch`."""
+    """Reads from decodes of this machine, as `transport.Transport` says; `meet` stands where that has `mismatch`.
+    `compare` is what leads a peer from being met to being `ready`."""
 
     def __init__(
         self,
@@ -145,6 +164,7 @@ class PeerReads:
         self._changed = threading.Condition()
         self._launching = threading.Lock()
         self._under_way: dict[Plan, _UnderWay] = {}
+        self._probes: dict[Plan, _UnderWay] = {}
 
     def meet(self, peer: str) -> None:
         """Begin to map a peer's buffers if it is new. Asked by the scheduler's thread alone; does not wait."""
@@ -161,12 +181,12 @@ class PeerReads:
 
     def ready(self, peer: str) -> bool:
         """Whether its pages can be read now."""
-        return (met := self._met.get(peer)) is not None and met.usable
+        return (met := self._met.get(peer)) is not None and met.usable and met.proven
 
     def choices(self) -> dict[str, Choice]:
         """By peer: how it is read now, and why."""
         return {
-            peer: Choice(places.PEER if met.usable else places.MOONCAKE, met.why)
+            peer: Choice(places.PEER if met.usable and met.proven else places.MOONCAKE, met.why)
             for peer, met in list(self._met.items())
         }
 
@@ -177,23 +197,51 @@ class PeerReads:
             with self._device.aside():
                 for ahead in range(len(pull.events), min(layer + 1 + LAYERS_AHEAD, self.layers)):
                     with self._launching:
-                        pull.copy.launch(ahead, pull.placement)
+                        pull.mapped.copy.launch(ahead, pull.placement)
                     pull.events.append(self._device.mark())
-            pull.events[layer].synchronize()
+                pull.events[layer].synchronize()
         except TransferFailed:
             raise
         except Exception as error:
-            met = self._met[plan.peer]
-            met.usable, met.why = False, f"a copy from its memory failed: {error}"
-            raise TransferFailed(f"{met.why} ({plan.peer}; Mooncake reads from now on)") from error
+            self._distrust(plan.peer, self._met[plan.peer], f"a copy from its memory failed: {error}")
+            raise TransferFailed(f"a copy from the memory of {plan.peer} failed: {error}") from error
+
+    def compare(self, plan: Plan, layer: int) -> None:
+        """Mooncake has brought this layer of a plan: does a copy of its first pages bring the same? Asked for each
+        layer in order, and settled by the first plan of a peer that is mapped; does nothing from then on. Does not
+        raise: a copy that fails is the last one."""
+        met = self._met.get(plan.peer)
+        if met is None or not met.usable or met.proven:
+            return
+        try:
+            if layer == 0:
+                self._probes[plan] = self._enter(plan, PROBED_PAGES)
+            if (pull := self._probes.get(plan)) is None:
+                return  # mapped in the middle of it
+            with self._launching, self._device.aside():
+                pull.mapped.probe.launch(layer, pull.placement)
+                same = _same(pull, plan, layer)
+        except TransferFailed:
+            return  # its process has just ended
+        except Exception as error:  # noqa: BLE001 - whatever it was, Mooncake reads on
+            self._distrust(plan.peer, met, f"a copy from its memory failed: {error}")
+            return
+        if not same:
+            self._distrust(plan.peer, met, "copies of its pages are not what Mooncake reads")
+        elif layer == self.layers - 1:
+            met.proven, met.why = True, self._choose(met.told).why
+            log.info("Basin reads what %s lends by peer: %s", plan.peer, met.why)
 
     def finish(self, plan: Plan) -> None:
         """Waits for the copies that were launched."""
+        if (probe := self._probes.pop(plan, None)) is not None:
+            self._left(probe.met)
         if (pull := self._under_way.pop(plan, None)) is None:
             return
         try:
-            for event in pull.events:
-                event.synchronize()
+            with self._device.aside():
+                for event in pull.events:
+                    event.synchronize()
         finally:
             self._left(pull.met)
 
@@ -201,20 +249,32 @@ class PeerReads:
         return plan in self._under_way
 
     def _begin(self, plan: Plan) -> _UnderWay:
+        pull = self._under_way[plan] = self._enter(plan)
+        return pull
+
+    def _enter(self, plan: Plan, probed: int | None = None) -> _UnderWay:
+        """The peer's memory stays mapped until `_left`. `probed`: copy so many of the plan's pages, and aside."""
         met = self._met[plan.peer]
         with self._changed:
-            if (copy := met.mapped) is None:
+            if (mapped := met.mapped) is None:
                 raise TransferFailed(f"{plan.peer}: {met.why}")
             met.readers += 1
         try:
             theirs, ours = plan.page_ids()
+            copy = mapped.copy
+            if probed is not None:
+                copy, theirs, ours = mapped.probe, theirs[:probed], np.arange(min(probed, len(ours)))
             with self._device.aside():
                 placement = copy.place(torch.from_numpy(theirs), torch.from_numpy(ours))
         except BaseException:
             self._left(met)
             raise
-        pull = self._under_way[plan] = _UnderWay(met, copy, placement)
-        return pull
+        return _UnderWay(met, mapped, placement)
+
+    def _distrust(self, peer: str, met: _Met, why: str) -> None:
+        met.usable, met.why = False, why
+        metrics().faults.labels("peer").inc()
+        log.warning("Basin reads what %s lends by mooncake from now on: %s", peer, why)
 
     def _left(self, met: _Met) -> None:
         with self._changed:
@@ -242,15 +302,15 @@ class PeerReads:
                 return
             ended = os.pidfd_open(told.process)  # before mapping: that succeeds only while this very process lives
             met.mapped = self._map(told, opened)
-            met.why, met.usable = choice.why, True
-            log.info("Basin reads what %s lends by peer: %s", peer, met.why)
+            met.why, met.usable = "a first read by Mooncake is to show that its mapped memory holds the same", True
             poll = select.poll()
             poll.register(ended, select.POLLIN)
             poll.poll()
             met.why = "its process has ended"
+        except ProcessLookupError:
+            met.why = "its process has ended"
         except Exception as error:  # noqa: BLE001 - whatever it was, Mooncake reads instead
-            met.why = f"its memory could not be mapped: {error}"
-            log.warning("Basin reads what %s lends by mooncake: %s", peer, met.why)
+            self._distrust(peer, met, f"its memory could not be mapped: {error}")
         finally:
             if ended >= 0:
                 os.close(ended)
@@ -264,7 +324,7 @@ class PeerReads:
                 except RuntimeError as error:
                     log.warning("Basin could not unmap the memory of %s: %s", peer, error)
 
-    def _map(self, told: Buffers, opened: list[int]) -> PageCopy:
+    def _map(self, told: Buffers, opened: list[int]) -> _Mapped:
         """`opened` receives what is to be closed, also if this raises."""
         bases = []
         for allocation in told.allocations:
@@ -273,27 +333,40 @@ class PeerReads:
             if size < allocation.size_bytes:
                 raise ValueError(f"an allocation has {size} bytes, {allocation.size_bytes} were told")
             bases.append(address)
+        theirs = [self._pages(bases[b.allocation] + b.offset_bytes, b.pages, b.page_bytes) for b in told.buffers]
+        ours = [self._pages(b.address, b.pages, b.page_bytes) for b in self.own]
         with self._device.aside():
-            copy = PageCopy(
-                [
-                    [
-                        (
-                            self._pages(bases[there.allocation] + there.offset_bytes, there.pages, there.page_bytes),
-                            self._pages(here.address, here.pages, here.page_bytes),
-                        )
-                        for here, there in list(zip(self.own, told.buffers, strict=True))[layer :: self.layers]
-                    ]
-                    for layer in range(self.layers)
-                ],
-                source_page_tokens=1,
-                destination_page_tokens=1,
-            )
-            copy.warm_up()
-        return copy
+            sizes = [PROBED_PAGES * b.page_bytes for b in self.own]
+            scratch = [self._device.empty(max(sizes)) for _ in range(len(self.own) // self.layers)]  # K's and V's
+            aside = [
+                _rows(scratch[number // self.layers][:size], size // PROBED_PAGES) for number, size in enumerate(sizes)
+            ]
+            mapped = _Mapped(self._copy(theirs, ours), self._copy(theirs, aside))
+            mapped.copy.warm_up()
+            mapped.probe.warm_up()
+        return mapped
+
+    def _copy(self, sources: list[torch.Tensor], destinations: list[torch.Tensor]) -> PageCopy:
+        pairs = list(zip(sources, destinations, strict=True))
+        layers = [pairs[layer :: self.layers] for layer in range(self.layers)]
+        return PageCopy(layers, source_page_tokens=1, destination_page_tokens=1)
 
     def _pages(self, address: int, pages: int, page_bytes: int) -> torch.Tensor:
-        """A page is a row of bytes: its tokens, heads and dtype do not matter here."""
-        return self._device.view(address, pages * page_bytes).view(pages, 1, page_bytes)
+        return _rows(self._device.view(address, pages * page_bytes), page_bytes)
+
+
+def _same(probe: _UnderWay, plan: Plan, layer: int) -> bool:
+    """Whether what has been copied aside is what lies in our pages. Waits for the copy."""
+    ours = torch.from_numpy(plan.page_ids()[1][: len(probe.placement.source_ids)])
+    return all(
+        torch.equal(aside[: len(ours)], into.index_select(0, ours.to(into.device)))
+        for (_, aside), (_, into) in zip(probe.mapped.probe.pairs[layer], probe.mapped.copy.pairs[layer], strict=True)
+    )
+
+
+def _rows(buffer: torch.Tensor, page_bytes: int) -> torch.Tensor:
+    """A page is a row of bytes: its tokens, heads and dtype do not matter here."""
+    return buffer.view(-1, 1, page_bytes)
 
 
 class Nearest:
@@ -319,8 +392,11 @@ class Nearest:
         return self.peer.choices()
 
     def read(self, plan: Plan, layer: int) -> None:
-        by_peer = self.peer.ready(plan.peer) if layer == 0 else self.peer.has_begun(plan)
-        (self.peer if by_peer else self.mooncake).read(plan, layer)
+        if self.peer.ready(plan.peer) if layer == 0 else self.peer.has_begun(plan):
+            self.peer.read(plan, layer)
+        else:
+            self.mooncake.read(plan, layer)
+            self.peer.compare(plan, layer)
 
     def finish(self, plan: Plan) -> None:
         self.peer.finish(plan)

@@ -12,6 +12,7 @@ import multiprocessing
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,10 +29,11 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.mooncake.conn import KVArgsRegisterInfo, MooncakeKVManager
 from triton.runtime.interpreter import InterpretedFunction
 
+from sglang_basin.engine.metrics import counts, metrics
 from sglang_basin.lending import buffers, cuda_memory, decode, nvml, prefill
 from sglang_basin.lending.buffers import Allocation, Buffer, Buffers
 from sglang_basin.lending.cuda_memory import CudaError, Driver
-from sglang_basin.lending.peer import Nearest, Own, PeerReads, offer
+from sglang_basin.lending.peer import PROBED_PAGES, Nearest, Own, PeerReads, offer
 from sglang_basin.lending.places import Choice, Place, choose
 from sglang_basin.lending.transport import Plan, TransferFailed
 
@@ -86,6 +88,9 @@ class CpuDevice:
     def mapped(self) -> int:
         return self._library.mappedAllocations()
 
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        return torch.full((size_bytes,), 0xA5, dtype=torch.uint8)
+
     def view(self, address: int, size_bytes: int) -> torch.Tensor:
         return cuda_memory.view(torch.device("cpu"), address, size_bytes)
 
@@ -121,6 +126,27 @@ def lend(library: str, channel: Any) -> None:
     channel.recv()
 
 
+class Mooncake:
+    """Reads by other means: what decode has, or, if told so, something else in one layer."""
+
+    layers, page_bytes = LAYERS, 2 * LAYERS * PAGE_BYTES
+
+    def __init__(self, lent: Lent) -> None:
+        self._lent = lent
+        self.read_layers: list[int] = []
+        self.wrong_layer: int | None = None
+
+    def mismatch(self, peer: str) -> str | None:
+        return None
+
+    def read(self, pull: Plan, layer: int) -> None:
+        self.read_layers.append(layer)
+        theirs, ours = (torch.from_numpy(ids) for ids in pull.page_ids())
+        for buffer in (layer, LAYERS + layer):
+            pages = torch.from_numpy(fill(1))[buffer, theirs]
+            self._lent.pages(buffer)[ours] = pages + (buffer == self.wrong_layer)
+
+
 class Lent:
     """A prefill in this process, a decode in another one."""
 
@@ -145,16 +171,38 @@ class Lent:
         )
         self.reads = PeerReads(self.manager, LAYERS, self.device, reaches=lambda here, there: "no link")
 
+        self.mooncake = Mooncake(self)
+        self.nearest = Nearest(self.reads, self.mooncake)  # type: ignore[arg-type]
+
+    def pages(self, buffer: int) -> torch.Tensor:
+        return self.device.view(self.own[buffer].address, PAGES * PAGE_BYTES).view(PAGES, PAGE_BYTES)
+
     def ours(self) -> np.ndarray:
-        return np.stack([self.device.view(b.address, PAGES * PAGE_BYTES).view(PAGES, PAGE_BYTES) for b in self.own])
+        return np.stack([self.pages(buffer) for buffer in range(len(self.own))])
 
     def clear(self) -> None:
         for buffer in self.own:
             self.device.view(buffer.address, PAGES * PAGE_BYTES).zero_()
 
-    def met(self) -> PeerReads:
+    def why(self) -> str:
+        return self.reads.choices()[PEER].why
+
+    def mapped(self) -> PeerReads:
         self.reads.meet(PEER)
-        until(lambda: self.reads.ready(PEER), "the peer is mapped")
+        until(lambda: "a first read by Mooncake" in self.why(), "the peer is mapped")
+        return self.reads
+
+    def pull(self, pull: Plan) -> None:
+        for layer in range(LAYERS):
+            self.nearest.read(pull, layer)
+        self.nearest.finish(pull)
+
+    def met(self) -> PeerReads:
+        """Mapped, and Mooncake has read the same once."""
+        self.mapped()
+        self.pull(plan([PAGES - 1], [PAGES - 1]))
+        assert self.reads.ready(PEER)
+        self.clear()
         return self.reads
 
     def end(self) -> None:
@@ -204,6 +252,94 @@ def test_a_layer_brings_its_pages_of_another_process_and_nothing_else(lent: Lent
         assert np.array_equal(lent.ours(), wanted)
 
     moves()
+
+
+def failures() -> float:
+    return counts(metrics().faults).get("peer", 0)
+
+
+@pytest.mark.parametrize("pages", [1, PROBED_PAGES, PAGES])
+def test_nothing_is_copied_into_the_pool_before_it_is_known_to_be_what_mooncake_reads(lent: Lent, pages: int) -> None:
+    lent.mapped()
+    there, here = list(range(pages)), list(reversed(range(pages)))
+    first = plan(there, here)
+    for layer in range(LAYERS):
+        assert lent.nearest.name_of(PEER) == "mooncake"
+        lent.nearest.read(first, layer)
+    assert lent.nearest.name_of(PEER) == "peer"
+    assert lent.why() == "the same GPU"
+    lent.nearest.finish(first)
+    assert lent.mooncake.read_layers == list(range(LAYERS))
+    assert np.array_equal(lent.ours()[:, here], fill(1)[:, there])
+    lent.clear()
+    lent.pull(plan(there, here))
+    assert lent.mooncake.read_layers == list(range(LAYERS)), "Mooncake is not needed any more"
+    assert np.array_equal(lent.ours()[:, here], fill(1)[:, there])
+
+
+@pytest.mark.parametrize("buffer", range(2 * LAYERS))
+def test_a_mapping_that_brings_something_else_is_not_used(lent: Lent, buffer: int) -> None:
+    lent.mapped()
+    lent.mooncake.wrong_layer, before = buffer, failures()
+    for _ in range(2):
+        lent.pull(plan([3, 4], [5, 6]))
+    assert lent.reads.choices() == {PEER: Choice("mooncake", "copies of its pages are not what Mooncake reads")}
+    assert lent.mooncake.read_layers == 2 * list(range(LAYERS))
+    assert np.array_equal(lent.ours()[buffer, 5:7], fill(1)[buffer, 3:5] + 1), "what Mooncake brought stands"
+    assert failures() == before + 1
+
+
+def test_a_probe_that_fails_costs_the_pull_nothing(lent: Lent, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, before = lent.mapped(), failures()
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("CUDA error: invalid device function")
+
+    monkeypatch.setattr(page_copy.PageCopy, "launch", broken)
+    lent.pull(plan([3], [5]))
+    assert np.array_equal(lent.ours()[:, 5], fill(1)[:, 3])
+    assert "invalid device function" in lent.why()
+    assert not reads.ready(PEER)
+    assert failures() == before + 1
+
+
+def test_a_peer_that_is_mapped_in_the_middle_of_a_pull_is_compared_at_the_next(lent: Lent) -> None:
+    early = plan([1], [2])
+    lent.nearest.read(early, 0)
+    reads = lent.mapped()
+    for layer in range(1, LAYERS):
+        lent.nearest.read(early, layer)
+    lent.nearest.finish(early)
+    assert not reads.ready(PEER)
+    lent.pull(plan([1], [2]))
+    assert reads.ready(PEER)
+
+
+def test_pulls_that_are_compared_at_the_same_time_do_not_disturb_each_other(lent: Lent) -> None:
+    reads, failed = lent.mapped(), failures()
+    pulls = [plan([there], [there]) for there in range(PAGES)]
+    threads = [threading.Thread(target=lent.pull, args=(pull,)) for pull in pulls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert reads.ready(PEER)
+    assert failures() == failed
+    assert np.array_equal(lent.ours(), fill(1))
+
+
+def test_a_peer_that_ends_while_it_is_compared_is_let_go(lent: Lent) -> None:
+    reads, pull, failed = lent.mapped(), plan([1], [2]), failures()
+    lent.nearest.read(pull, 0)
+    lent.end()
+    until(lambda: lent.why() == "its process has ended", "the end is noticed")
+    assert lent.device.mapped == LAYERS, "the pull is not through"
+    for layer in range(1, LAYERS):
+        lent.nearest.read(pull, layer)
+    lent.nearest.finish(pull)
+    assert not reads.ready(PEER)
+    assert failures() == failed
+    assert np.array_equal(lent.ours()[:, 2], fill(1)[:, 1])
 
 
 def test_layers_are_launched_ahead_but_not_all_at_once(lent: Lent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +419,7 @@ def changed(told: Buffers, **fields: Any) -> Buffers:
         (lambda told: changed(told, processes="pid:[1]"), "another PID namespace"),
         (lambda told: changed(told, device="GPU-there"), "cannot be read from here: no link"),
         (lambda told: changed(told, buffers=told.buffers[:4]), "its 4 KV buffers are not like prefill's 6"),
-        (lambda told: changed(told, process=2**30), "could not be mapped"),
+        (lambda told: changed(told, process=2**30), "its process has ended"),
         (
             lambda told: changed(told, allocations=(Allocation(bytes(64), 2**20), *told.allocations[1:])),
             "could not be mapped: cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_HANDLE",
@@ -298,31 +434,21 @@ def changed(told: Buffers, **fields: Any) -> Buffers:
 )
 def test_what_cannot_be_mapped_is_read_by_mooncake(lent: Lent, change: Callable[[Any], Any], why: str) -> None:
     lent.table[PEER] = SimpleNamespace(lent_buffers=change(lent.told))
-    read = []
-    mooncake: Any = SimpleNamespace(
-        layers=LAYERS, page_bytes=1, mismatch=lambda peer: None, read=lambda pull, layer: read.append(layer)
-    )
-    nearest = Nearest(lent.reads, mooncake)
+    nearest = lent.nearest
     assert nearest.mismatch(PEER) is None
     until(lambda: why in nearest.choices()[PEER].why, f"the reason is told: {why}")
     assert nearest.name_of(PEER) == nearest.choices()[PEER].transport == "mooncake"
-    pull = plan([1], [2])
-    nearest.read(pull, 0)
-    nearest.finish(pull)
-    assert read == [0]
-    assert not lent.ours().any()
+    lent.pull(plan([1], [2]))
+    assert lent.mooncake.read_layers == list(range(LAYERS))
     until(lambda: lent.device.mapped == 0, "what had been mapped is unmapped")
 
 
 def test_a_pull_keeps_the_transport_it_began_with(lent: Lent) -> None:
-    read = []
-    mooncake: Any = SimpleNamespace(
-        layers=LAYERS, page_bytes=1, mismatch=lambda peer: None, read=lambda pull, layer: read.append((pull, layer))
-    )
-    nearest = Nearest(lent.reads, mooncake)
+    nearest, read = lent.nearest, lent.mooncake.read_layers
     early, late = plan([1], [2]), plan([3], [4])
     nearest.read(early, 0)
     lent.met()
+    read.clear()
     assert nearest.name_of(PEER) == "peer"
     nearest.read(early, 1)
     nearest.read(late, 0)
@@ -331,7 +457,7 @@ def test_a_pull_keeps_the_transport_it_began_with(lent: Lent) -> None:
     nearest.read(late, 1)
     for pull in (early, late):
         nearest.finish(pull)
-    assert read == [(early, 0), (early, 1)]
+    assert read == [1]
     assert np.array_equal(lent.ours()[[0, 1, 3, 4], 4], fill(1)[[0, 1, 3, 4], 3])
 
 

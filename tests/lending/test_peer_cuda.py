@@ -56,6 +56,11 @@ def test_pages_of_another_process_come_over_and_are_let_go_when_it_ends(device: 
         assert here.poll(120), "the other process has not told of its buffers"
         told = buffers.unpack([here.recv_bytes()])
         ours = pool(0, seed=None)
+        generator = torch.Generator().manual_seed(1)
+        wanted = [
+            torch.randint(0, 256, (PAGES, PAGE_BYTES), dtype=torch.uint8, generator=generator)
+            for _ in range(2 * LAYERS)
+        ]
         manager = SimpleNamespace(
             decode_kv_args_table={PEER: SimpleNamespace(lent_buffers=told)},
             kv_args=SimpleNamespace(
@@ -67,18 +72,24 @@ def test_pages_of_another_process_come_over_and_are_let_go_when_it_ends(device: 
         reads = PeerReads(manager, LAYERS, CudaDevice(0), reaches=nvml.unreachable)
         reads.meet(PEER)
         deadline = time.monotonic() + 120
-        while not reads.ready(PEER):
+        while "a first read by Mooncake" not in reads.choices()[PEER].why:
             assert time.monotonic() < deadline, reads.choices()
             assert "being mapped" in reads.choices()[PEER].why, reads.choices()
             time.sleep(0.01)
+        first = Plan.of(PEER, np.arange(3, 20), np.arange(7, 24))
+        for layer in range(LAYERS):
+            for number in (layer, LAYERS + layer):  # as Mooncake would
+                ours[number][7:24] = wanted[number][3:20].cuda()
+            torch.cuda.synchronize()
+            reads.compare(first, layer)
+        reads.finish(first)
+        assert reads.ready(PEER), reads.choices()
+        for buffer in ours:
+            buffer.fill_(0xA5)
+        torch.cuda.synchronize()
         order = np.random.default_rng(2)
         from_there, to_here = order.permutation(PAGES)[:40], order.permutation(PAGES)[:40]
         plan = Plan.of(PEER, from_there, to_here)
-        generator = torch.Generator().manual_seed(1)
-        wanted = [
-            torch.randint(0, 256, (PAGES, PAGE_BYTES), dtype=torch.uint8, generator=generator)
-            for _ in range(2 * LAYERS)
-        ]
         for layer in range(LAYERS):
             reads.read(plan, layer)
             for number in (layer, LAYERS + layer):

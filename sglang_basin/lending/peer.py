@@ -194,6 +194,8 @@ class PeerReads:
         """Layers in order from 0; `finish` ends what the first one begins. Raises TransferFailed."""
         try:
             pull = self._begin(plan) if layer == 0 else self._under_way[plan]
+            if not pull.met.usable:
+                raise TransferFailed(f"{plan.peer}: {pull.met.why}")
             with self._device.aside():
                 for ahead in range(len(pull.events), min(layer + 1 + LAYERS_AHEAD, self.layers)):
                     with self._launching:

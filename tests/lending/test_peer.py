@@ -359,10 +359,10 @@ def test_memory_stays_mapped_until_the_last_read_is_through(lent: Lent) -> None:
     lent.end()
     until(lambda: not reads.ready(PEER), "the end is noticed")
     assert reads.choices() == {PEER: Choice("mooncake", "its process has ended")}
-    reads.read(pull, 1)
+    for begun, layer in ((pull, 1), (plan([1], [1]), 0)):
+        with pytest.raises(TransferFailed, match="its process has ended"):
+            reads.read(begun, layer)
     assert lent.device.mapped == LAYERS
-    with pytest.raises(TransferFailed, match="its process has ended"):
-        reads.read(plan([1], [1]), 0)
     reads.finish(pull)
     until(lambda: lent.device.mapped == 0, "it is unmapped")
 
@@ -452,8 +452,6 @@ def test_a_pull_keeps_the_transport_it_began_with(lent: Lent) -> None:
     assert nearest.name_of(PEER) == "peer"
     nearest.read(early, 1)
     nearest.read(late, 0)
-    lent.end()
-    until(lambda: not lent.reads.ready(PEER), "the end is noticed")
     nearest.read(late, 1)
     for pull in (early, late):
         nearest.finish(pull)

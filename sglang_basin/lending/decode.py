@@ -145,7 +145,13 @@ def _sessions_of(scheduler: Any) -> tuple[str, ...]:
 
 def kept_tokens_of(request: Any, owner: Owner | None) -> int:
     """How much of a finished call's context is kept here, of whichever session it is; 0 where lending is off."""
-    return 0 if _lender is None else _lender.kept_of(request, owner)
+    if _lender is None:
+        return 0
+    try:
+        return int(_lender.kept_of(request, owner))
+    except Exception:  # noqa: BLE001 - the end of the call is reported all the same
+        fault("lending", "could not tell how much of a finished call is kept")
+        return 0
 
 
 def take_shortened(most: int) -> list[tuple[Owner, int]]:

@@ -39,7 +39,7 @@ PREDICTORS = {
 }
 SETTINGS: dict[str, dict[str, str]] = {
     "default": {},
-    "present context, band 0": {"law": "current", "band": "0"},
+    "partial 0.75, band 0.3": {"law": "partial", "band": "0.3"},
     "nobody is paused": {"pausing": "false"},
 }
 

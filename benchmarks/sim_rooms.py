@@ -135,7 +135,7 @@ TRAINED = {"predictor": "held-out"}
 """The trained predictor on tasks that it has never seen: see `sim_held_out`."""
 ONLINE = {"predictor": "seen"}
 """The engine's own predictor, which starts with nothing and learns from sessions that end."""
-DEFAULT = {"law": "partial", "alpha": "0.75", "band": "0.3", "order": "size", "order_tokens_per_s": "10"}
+DEFAULT = {"law": "current", "alpha": "0.75", "band": "0", "order": "size", "order_tokens_per_s": "10"}
 """The defaults of `BasinOptions`, written out: chosen by `sim_law.py`, and a test holds that they are the same."""
 BASIN = DEFAULT | TRAINED
 BASIN_ONLINE = DEFAULT | ONLINE

@@ -220,7 +220,8 @@ def main(argv: Sequence[str]) -> int:
     basin = config or demo.basin()
     arms: dict[str, BasinConfig | None] = {"stock": None, "basin": basin}
     arms["lending"] = dataclasses.replace(basin, lending="on")
-    alone = dataclasses.replace(basin, pausing="off")  # it would make up for what a law lets in too many
+    # Pausing would make up for what a law lets in too many. With the band that goes with reserving growth.
+    alone = dataclasses.replace(basin, pausing="off", adaptive_band=0.3)
     arms |= {law: dataclasses.replace(alone, admission=law) for law in ("current", "partial", "peak")}
     wanted = options.arms.split(",")
     if unknown := [name for name in wanted if name not in arms]:

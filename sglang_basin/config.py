@@ -66,11 +66,12 @@ OPTIONS: tuple[Option, ...] = (
         name="admission",
         parse=str,
         types=(str,),
-        default="partial",
+        default="current",
         help="what a live session reserves: 'current' its current context, 'peak' its predicted longest one, 'partial' "
         "a part of the growth between the two; 'off' lets every call pass and only watches",
-        why="contexts grow after their sessions have entered, but not all peak at once",
-        check=_one_of("partial", "current", "peak", "off"),
+        why="serves most while sessions may be paused, and nobody waits for growth that may not come; without pausing take "
+        "'partial' (benchmarks/sim_law.py)",
+        check=_one_of("current", "partial", "peak", "off"),
     ),
     Option(
         name="reserved_growth",
@@ -78,7 +79,7 @@ OPTIONS: tuple[Option, ...] = (
         types=(float, int),
         default=0.75,
         help="under 'partial', the part of the predicted growth that is reserved: 0 is 'current', 1 is 'peak'",
-        why="the middle of a plateau from 0.5 to 1 over twelve simulated scenarios (benchmarks/sim_law.py)",
+        why="the middle of a plateau from 0.5 to 1 without pausing, over twelve simulated scenarios",
         check=_between(0.0, 1.0),
     ),
     Option(
@@ -103,10 +104,11 @@ OPTIONS: tuple[Option, ...] = (
         name="adaptive_band",
         parse=float,
         types=(float, int),
-        default=0.3,
+        default=0.0,
         help="how far the budget may move from its reference, as a part of it: up while sessions queue and the hit "
         "rate is high, down once it falls",
-        why="the middle of a plateau from 0.1 to 0.5 (benchmarks/sim_law.py); 0 keeps the budget where it is",
+        why="the budget stays where it is: pausing corrects what it lets in too many. 0.3 is as good with 'partial' "
+        "(benchmarks/sim_law.py)",
         check=_between(0.0, 0.95),
     ),
     Option(
@@ -336,11 +338,11 @@ _BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
 class BasinConfig:
     """The validated configuration. Field meanings, units and defaults are in `OPTIONS`."""
 
-    admission: str = "partial"
+    admission: str = "current"
     reserved_growth: float = 0.75
     budget_tokens: int | None = None
     knee_tokens: int | None = None
-    adaptive_band: float = 0.3
+    adaptive_band: float = 0.0
     pausing: str = "on"
     predictor: str = "trained"
     session_log: str | None = None

@@ -35,7 +35,7 @@ def test_flags_are_taken_out_wherever_they_stand() -> None:
     [
         (["--basin-budget-tokens", "-4"], "--basin-budget-tokens: must be at least 1 and finite, got -4"),
         (["--basin-budget-tokens", "many"], "--basin-budget-tokens"),
-        (["--basin-admission", "maybe"], "must be one of partial, current, peak, off"),
+        (["--basin-admission", "maybe"], "must be one of current, partial, peak, off"),
         (["--basin-budget"], "did you mean '--basin-budget-tokens'"),
         (["--basin-hold-limit=3"], "did you mean '--basin-hold-limit-s'"),
         (["--basin-hold-limit-s", "nan"], "--basin-hold-limit-s"),

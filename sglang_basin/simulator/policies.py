@@ -42,9 +42,10 @@ class BasinOptions:
     """`Door` and its parts. Names as in the parts' own settings, which say more."""
 
     enabled: bool = True
-    law: Literal["current", "peak", "partial", "multiplex"] = "partial"
+    law: Literal["current", "peak", "partial", "multiplex"] = "current"
+    """With pausing the best (`benchmarks/sim_law.py`): who grows too much makes way for a while."""
     alpha: float = 0.75
-    """Peaks do not coincide. With `band` in the middle of the plateau that `benchmarks/sim_law.py` shows."""
+    """Of `partial`. Peaks do not coincide."""
     law_share: float = 0.5
     epsilon: float = 0.05
     horizon_calls: float = 10.0
@@ -53,7 +54,7 @@ class BasinOptions:
     """The budget as a multiple of prefill's device pool, in place of `budget_tokens`."""
     knee_tokens: int | None = None
     knee_share: float = 0.9
-    band: float = 0.3
+    band: float = 0.0
     order: Literal["arrival", "size"] = "size"
     order_tokens_per_s: float = 10.0
     """The article's is 30; with 10 as much is served where the cache is short, and more where decode memory is."""

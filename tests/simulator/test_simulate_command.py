@@ -89,7 +89,7 @@ def test_a_result_is_not_taken_for_that_of_other_settings(tmp_path):
     [
         (["--policy", "bassin"], "no policy 'bassin'; known: basin, stock"),
         (["--set", "policy.alhpa=1"], "did you mean 'alpha'"),
-        (["--set", "policy.alpha=2"], "alpha: must be between 0 and 1"),
+        (["--set", "policy.law=partial", "--set", "policy.alpha=2"], "alpha: must be between 0 and 1"),
         (["--set", "policy.alpha"], "write KEY=VALUE"),
         (["--set", "profil.decode.lend=true"], "not a setting"),
         (["--sweep", "rate=fast"], "not a positive rate"),

@@ -69,8 +69,8 @@ OPTIONS: tuple[Option, ...] = (
         default="current",
         help="what a live session reserves: 'current' its current context, 'peak' its predicted longest one, 'partial' "
         "a part of the growth between the two; 'off' lets every call pass and only watches",
-        why="serves most while sessions may be paused, and nobody waits for growth that may not come; without pausing take "
-        "'partial' (benchmarks/sim_law.py)",
+        why="serves most while sessions may be paused, and nobody waits for growth that may not come; without pausing "
+        "take 'partial' (benchmarks/sim_law.py)",
         check=_one_of("current", "partial", "peak", "off"),
     ),
     Option(

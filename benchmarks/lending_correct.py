@@ -29,6 +29,8 @@ CASES: Mapping[str, str] = {
     "checksum": "--page-size 16 --chunk 512 --checksum",
     "hicache": "--page-size 64 --hicache",
     "hicache-alone": "--page-size 64 --hicache --lending off",
+    "leases": "--page-size 16 --decode 2 --unpinned",
+    "leases-tp-2": "--page-size 16 --tp 2 --decode 2 --unpinned",
 }
 """By name, the flags of `lending_sessions`."""
 

@@ -10,14 +10,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_basin.config import BasinConfig
+from sglang_basin.engine.door import door_for
 from sglang_basin.policy.budget import Budget, BudgetSettings
+from sglang_basin.policy.decisions import Reason
 from sglang_basin.policy.door import Door, DoorSettings
 from sglang_basin.policy.interface import EngineView
 from sglang_basin.policy.prediction import PeaksSeen
 from sglang_basin.policy.recording import RecordedDoor, replay
 from sglang_basin.policy.reservation import law_named
+from sglang_basin.predictor.deployed import DeployedPredictor
 
 GOLDEN = Path(__file__).parent / "golden" / "engine_surge.jsonl.gz"
+RECORDED = BasinConfig(
+    admission="partial",
+    reserved_growth=0.75,
+    budget_tokens=6_000,
+    adaptive_band=0.3,
+    pausing="on",
+    predictor="seen",
+    order="size",
+    order_tokens_per_s=10.0,
+    idle_timeout_s=60.0,
+    idle_floor_s=60.0,
+    final_grace_s=60.0,
+    hold_limit_s=900.0,
+    ticket_grace_s=120.0,
+    shedding="on",
+    shed_wait_s=120.0,
+)
+"""What its engine ran with: flags, and the defaults of the time."""
 
 
 def make_door(budget_tokens: int | None, law: str = "partial", **changes: object) -> Door:
@@ -87,8 +109,9 @@ def test_the_engines_decisions_come_out_again() -> None:
     """Golden file: a surge on a real PD stack (tests/policy/golden/README.md says how it was made)."""
     with gzip.open(GOLDEN, "rt") as lines:
         recorded = lines.readlines()
-    kinds = {json.loads(line)[2][0] for line in recorded if line.startswith('["call"')}
-    assert {"Admit", "Queue"} <= kinds
-    door = make_door(6_000, idle_timeout_s=60.0, hold_limit_s=900.0)
-    door.budget.settings = BudgetSettings(fixed_tokens=6_000)
+    answers = [json.loads(line)[2] for line in recorded if line.startswith('["call"')]
+    assert {"Admit", "Queue"} <= {answer[0] for answer in answers}
+    assert any(Reason.PAUSED.value in answer for answer in answers)
+    door = door_for(RECORDED, 36_000, DeployedPredictor(None))
+    assert isinstance(door, Door)
     assert list(replay(recorded, door)) == []

@@ -95,6 +95,9 @@ _FIELDS = (*_COUNTS, *_SUMS, *_MEANS, "_output_counted")
 _PACKED = struct.Struct(f"<{len(_COUNTS)}I{len(_SUMS)}Q{len(_MEANS)}d?")
 _values = operator.attrgetter(*_FIELDS)
 
+PACKED_BYTES = _PACKED.size
+"""Of a packed `History`."""
+
 
 class History:
     """Sums over one session's calls. Contexts in tokens; `advance` with each change of the session."""
@@ -179,9 +182,39 @@ class History:
         return _PACKED.pack(*_values(self))
 
     def unpack(self, packed: bytes) -> None:
-        """Become what was `packed`."""
-        for name, value in zip(_FIELDS, _PACKED.unpack(packed), strict=True):
-            setattr(self, name, value)
+        """Become what was `packed`. Name by name, which takes a third of the time that a loop takes."""
+        (
+            self.calls,
+            self.context,
+            self.first,
+            self.prompt,
+            self.growth_max,
+            self.outputs,
+            self.output_max,
+            self.small_outputs,
+            self.large_outputs,
+            self.results,
+            self.result_last,
+            self.small_results,
+            self.large_results,
+            self.shrinks,
+            self.output_sum,
+            self.result_sum,
+            self.growth_recent,
+            self.output_recent,
+            self.result_recent,
+            self.log_output_sum,
+            self.log_output_squares,
+            self.log_output_recent,
+            self.log_result_sum,
+            self.log_result_squares,
+            self.log_result_recent,
+            self.log_pause_sum,
+            self.log_pause_last,
+            self.log_pause_max,
+            self.log_pause_recent,
+            self._output_counted,
+        ) = _PACKED.unpack(packed)
 
     def row(self, kin_log_peak: float, text_score: float, text_characters: int) -> list[float]:
         """The numbers in the order of `NAMES`; finite for whatever was taken in."""

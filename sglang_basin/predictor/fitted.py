@@ -25,7 +25,7 @@ class Frozen:
         for call, prompt, output, pause_s in session.steps():
             history.advance(call, prompt, pause_s)
             if call in wanted:
-                made.append([tokens for _, tokens in self.model.quantiles(self.model.guess(history, subject))])
+                made.append(self.model.quantiles(self.model.guess(history, subject)))
             history.advance(call, prompt + output)
         return made
 

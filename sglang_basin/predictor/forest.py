@@ -45,6 +45,11 @@ class ForestSettings:
     seed: int = 1
 
 
+TOP_LEVELS = 5
+"""Of these `Forest` answers all questions, though a row's way through a tree asks but one a level: they are few, and a
+step for all costs less than a short one a level."""
+
+
 class Forest:
     """`questions` and `thresholds`: (stages, trees, 2**depth), column numbers and values, of the question at each node;
     node 1 is the root, 2n and 2n + 1 the children of n: the second where the value is above the threshold. `sums`:
@@ -62,30 +67,41 @@ class Forest:
         self._starts = (np.arange(stages * trees) * leaves).reshape(stages, trees)
         places = np.arange(stages * trees * leaves)
         self._no = 2 * places - places // leaves * leaves  # where a row goes that answers with no
-        self._no_in_stage = self._no[: trees * leaves]
-        self._roots = self._starts[0] + 1
+        # The upper levels on their own, a stage's side by side; from the last of them a row goes on to the others.
+        self._top_levels = min(TOP_LEVELS, self._depth)
+        top = 1 << self._top_levels
+        self._top_questions = self.questions[:, :, :top].reshape(stages, -1)
+        self._top_thresholds = self.thresholds[:, :, :top].reshape(stages, -1)
+        tree, node = np.divmod(np.arange(trees * top), top)
+        within = 2 * node + tree * top
+        self._top_no = [np.where(2 * node < top, within, 2 * node + start[tree]) for start in self._starts]
+        self._top_roots = np.arange(trees) * top + 1
         self._unit = 1.0
-        self._means = np.ascontiguousarray((self.sums[1:] / self.sums[0]).T)
-        """Leaf means and mean squares, side by side: (leaves, 2)."""
+        self._means, self._squares = self.sums[1:] / self.sums[0]
+        """Of the targets in each leaf."""
 
     @property
     def stages(self) -> int:
         return len(self._starts)
 
     def moments(self, row: npt.NDArray[Any], stage: int) -> tuple[float, float]:
-        """Mean and variance (≥ 0) of the target for one row.
-
-        All questions of the stage are answered, though each tree's path asks but a few: one long step costs less than
-        several short ones a level.
-        """
-        span = slice(stage * len(self._no_in_stage), (stage + 1) * len(self._no_in_stage))
-        next_node = (self._no_in_stage + (row.take(self._flat_questions[span]) > self._flat_thresholds[span])).take
-        node = self._roots
-        for _ in range(self._depth):
-            node = next_node(node)
-        leaves = node + (span.start - self._leaves)
-        mean, square = (self._means.take(leaves, axis=0).sum(axis=0) / len(leaves)).tolist()
+        """Mean and variance (≥ 0) of the target for one row."""
+        leaves = self._leaves_of_row(row, stage)
+        mean = sum(self._means.take(leaves).tolist()) / len(leaves)
+        square = sum(self._squares.take(leaves).tolist()) / len(leaves)
         return mean, max(0.0, square - mean * mean)
+
+    def _leaves_of_row(self, row: npt.NDArray[Any], stage: int) -> npt.NDArray[np.intp]:
+        answers = row.take(self._top_questions[stage]) > self._top_thresholds[stage]
+        next_node = (self._top_no[stage] + answers).take
+        node = self._top_roots
+        for _ in range(self._top_levels):
+            node = next_node(node)
+        questions, thresholds, no = self._flat_questions, self._flat_thresholds, self._no
+        for _ in range(self._depth - self._top_levels):
+            node = no.take(node) + (row.take(questions.take(node)) > thresholds.take(node))
+        leaves: npt.NDArray[np.intp] = node - self._leaves
+        return leaves
 
     def leaves_of(self, rows: Floats, stages: Ints) -> npt.NDArray[np.intp]:
         """(rows, trees): positions in `sums`."""
@@ -96,8 +112,9 @@ class Forest:
         return np.asarray(node - self._leaves, dtype=np.intp)
 
     def moments_of(self, rows: Floats, stages: Ints) -> tuple[Floats, Floats]:
-        both = self._means[self.leaves_of(rows, stages)].mean(axis=1)
-        return both[:, 0], np.maximum(0.0, both[:, 1] - both[:, 0] ** 2)
+        leaves = self.leaves_of(rows, stages)
+        means, squares = self._means[leaves].mean(axis=1), self._squares[leaves].mean(axis=1)
+        return means, np.maximum(0.0, squares - means**2)
 
     def add(self, rows: Floats, stages: Ints, targets: Floats, weight: float, forget: float) -> None:
         """One session's rows, each with `weight`; what was there before counts (1 - forget) as much from now on."""
@@ -110,7 +127,9 @@ class Forest:
             self.sums = self.settled_sums()
             self._unit = 1.0
         touched = leaves.reshape(-1)  # some more than once: cheaper than finding out which
-        self._means[touched] = (self.sums[1:, touched] / self.sums[0, touched]).T
+        weights, targets, squares = self.sums.take(touched, axis=1)
+        self._means[touched] = targets / weights
+        self._squares[touched] = squares / weights
 
     def scaled(self, factor: float) -> Forest:
         """The same forest that holds so many times as firmly to its fit."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ _ROWS = np.dtype([("place", "u1"), ("values", "<f2", (len(NAMES),)), ("parts", "
 class Guess:
     """A prediction before it becomes quantiles."""
 
-    row: npt.NDArray[np.float64]
+    row: Sequence[float]
     stage: int
     log_context: float
     mean: float
@@ -44,8 +45,8 @@ class Guess:
 
 
 class Lessons:
-    """One session's, packed: 9 bytes a stage and 69 a row, besides 115 of the objects themselves. Half precision keeps
-    three digits of what a session's rows say, more than they are worth."""
+    """One session's: 9 bytes a stage and 69 a row. Half precision keeps three digits of what a session's rows say, more
+    than they are worth."""
 
     __slots__ = ("_errors", "_rows")
 
@@ -56,6 +57,14 @@ class Lessons:
         """Stages noted so far."""
         return len(self._errors) // _ERROR.size
 
+    def packed(self) -> bytes:
+        return bytes((len(self._errors),)) + self._errors + self._rows
+
+    def unpack(self, packed: bytes) -> None:
+        """Become what was `packed`."""
+        rows_at = 1 + packed[0]
+        self._errors, self._rows = packed[1:rows_at], packed[rows_at:]
+
     def note(self, guess: Guess, draw: random.Random) -> None:
         """Take in a guess, if it is the first one of a stage after those noted."""
         noted = len(self)
@@ -65,7 +74,7 @@ class Lessons:
         place = noted if noted < KEPT_ROWS else draw.randrange(noted + 1)
         if place < KEPT_ROWS:
             start, stop = place * _ROW.size, (place + 1) * _ROW.size
-            row = _ROW.pack(noted, *guess.row.tolist(), *guess.parts)
+            row = _ROW.pack(noted, *guess.row, *guess.parts)
             self._rows = self._rows[:start] + row + self._rows[stop:]
 
     def errors(self) -> npt.NDArray[Any]:

@@ -36,33 +36,32 @@ class Line:
         self.scale = np.ascontiguousarray(scale, dtype=np.float64)
         self.gram = np.array(gram, dtype=np.float64)
         self.moment = np.array(moment, dtype=np.float64)
+        self._places, self._middles = self.columns.tolist(), self.middle.tolist()
+        self._inverses = (1.0 / self.scale).tolist()
+        self._ridge = np.diag([PENALTY] * len(self._places) + [1e-9])
         self._solve()
 
     def _solve(self) -> None:
-        columns = len(self.scale)
-        ridge = np.full(columns + 1, PENALTY * self.gram[-1, -1])
-        ridge[-1] = 1e-9 * self.gram[-1, -1]
-        solved = np.linalg.solve(self.gram + np.diag(ridge), self.moment)
-        self._slopes = solved[:-1]
-        self._constant = float(solved[-1])
-        self._inverse = 1.0 / self.scale
-        self._cut = np.full_like(self.scale, CUT)
+        solved = np.linalg.solve(self.gram + self.gram[-1, -1] * self._ridge, self.moment).tolist()
+        self._constant: float = solved.pop()
+        self._slopes = np.array(solved)
+        self._terms = list(zip(self._places, self._middles, self._inverses, solved, strict=True))
 
-    def value(self, row: npt.NDArray[Any]) -> float:
-        """The target for one row."""
-        standard = row.take(self.columns)
-        standard -= self.middle
-        standard *= self._inverse
-        np.minimum(standard, self._cut, out=standard)
-        np.maximum(standard, -self._cut, out=standard)
-        return float(standard @ self._slopes) + self._constant
+    def value(self, row: Sequence[float]) -> float:
+        """The target for one row. Number by number: an array's operations cost more than these few."""
+        value = self._constant
+        for place, middle, inverse, slope in self._terms:
+            standard = (row[place] - middle) * inverse
+            value += slope * (CUT if standard > CUT else -CUT if standard < -CUT else standard)
+        return value
 
     def values_of(self, rows: Floats) -> Floats:
         return np.asarray(self._standard(rows) @ self._slopes + self._constant)
 
     def add(self, rows: Floats, targets: Floats, weight: float, forget: float) -> None:
         """One session's rows, each with `weight`; what was there before counts (1 - forget) as much from now on."""
-        standard = np.column_stack([self._standard(rows), np.ones(len(rows))])
+        standard = np.ones((len(rows), len(self._places) + 1))
+        standard[:, :-1] = self._standard(rows)
         self.gram *= 1.0 - forget
         self.moment *= 1.0 - forget
         self.gram += weight * (standard.T @ standard)
@@ -75,7 +74,8 @@ class Line:
         return Line(self.columns, self.middle, self.scale, self.gram * factor, self.moment * factor)
 
     def _standard(self, rows: Floats) -> Floats:
-        return np.clip((rows[:, self.columns] - self.middle) / self.scale, -CUT, CUT)
+        standard = (rows[:, self.columns] - self.middle) / self.scale
+        return np.asarray(np.minimum(np.maximum(standard, -CUT), CUT))
 
 
 def fit_line(rows: Floats, targets: Floats, weights: Floats, columns: Sequence[int] | None = None) -> Line:

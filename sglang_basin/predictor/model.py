@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_basin.policy.prediction import SHARES
 from sglang_basin.predictor.features import NAMES, History
 from sglang_basin.predictor.forest import Forest
 from sglang_basin.predictor.lessons import Guess, Lessons
@@ -97,12 +96,12 @@ class PeakModel:
     def guess(self, history: History, subject: Subject) -> Guess:
         kin = self.kins.shrunk(subject.kin, self.log_peak)
         row = history.row(kin, subject.text_score, subject.characters)
-        values = np.array(row)
         at_stage = stage(history.calls)
-        of_forest, variance = self.forest.moments(values, at_stage)
-        of_trend, of_line = self.trend.value(values), self.line.value(values)
+        of_forest, variance = self.forest.moments(np.array(row), at_stage)
+        of_trend, of_line = self.trend.value(row), self.line.value(row)
         parts = (of_trend, of_line, of_forest)
-        mean = sum(share * part for share, part in zip(self.mixture.shares, parts, strict=True))
+        to_trend, to_line, to_forest = self.mixture.shares
+        mean = to_trend * of_trend + to_line * of_line + to_forest * of_forest
         variance += MIN_VARIANCE
         runs, reached = self.tasks.alone(subject.task)
         if runs > 0:
@@ -110,15 +109,15 @@ class PeakModel:
             further, of_task = above_zero(reached - row[0], of_task)
             mean += variance / (variance + of_task) * (further - mean)
             variance = min(variance, of_task) + MIN_VARIANCE
-        return Guess(values, at_stage, row[0], mean, math.sqrt(variance), parts)
+        return Guess(row, at_stage, row[0], mean, math.sqrt(variance), parts)
 
-    def quantiles(self, guess: Guess) -> tuple[tuple[float, float], ...]:
-        """(share, tokens), ascending in both."""
-        context, mean, spread = math.exp(guess.log_context), guess.mean, guess.spread
-        return tuple(
-            (share, context * math.exp(min(max(0.0, mean + spread * score), MAX_LOG_GROWTH)))
-            for share, score in zip(SHARES, self.calibration.scores(guess.stage), strict=True)
-        )
+    def quantiles(self, guess: Guess) -> list[float]:
+        """The peak, in tokens, at each of `SHARES`."""
+        context, mean, spread, exp = math.exp(guess.log_context), guess.mean, guess.spread, math.exp
+        return [
+            context * exp(min(max(0.0, mean + spread * score), MAX_LOG_GROWTH))
+            for score in self.calibration.scores(guess.stage)
+        ]
 
     def learn(self, lessons: Lessons, subject: Subject, peak_tokens: int) -> None:
         """A session has ended with this peak, after guesses of which these lessons are left."""

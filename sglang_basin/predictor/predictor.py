@@ -9,12 +9,14 @@ another process or thread; its result is small.
 from __future__ import annotations
 
 import random
+import struct
 from array import array
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from sglang_basin.policy.prediction import PeaksSeen, Prediction
 from sglang_basin.policy.sessions import Session
-from sglang_basin.predictor.features import History
+from sglang_basin.predictor.features import PACKED_BYTES, History
 from sglang_basin.predictor.lessons import Lessons
 from sglang_basin.predictor.model import PeakModel, Subject
 from sglang_basin.predictor.online import stage_begins
@@ -25,9 +27,11 @@ STALE_FACTOR = 1.1
 """A prediction holds until the context has changed by this factor. No door takes it for less than the context."""
 
 MAX_SESSIONS = 20_000
-"""Sessions remembered at once, about 1 KB each; beyond, the oldest one is forgotten and then unknown."""
+"""Sessions remembered at once, about 0.7 KB each; beyond, the oldest one is forgotten and then unknown."""
 
-_NOTHING_YET = History().packed()
+OPEN_SESSIONS = 128
+"""Of these so many, the ones asked about last, are at hand; the others are packed, which takes microseconds."""
+
 _UNKNOWN = Subject()
 
 
@@ -43,10 +47,15 @@ class PredictorCounts:
     """Exceptions in the model; none of them reaches the caller."""
 
 
-class _Followed:
-    """One session, in as little space as its next prediction and its lessons allow."""
+_HEAD = struct.Struct("<bIBQQdI")
+"""Stage, tokens; what was told of the subject; kin, task, text score and characters."""
+_DESCRIBED, _KIN, _TASK = 1, 2, 4
 
-    __slots__ = ("history", "lessons", "prediction", "subject", "tokens", "until_calls")
+
+class _Followed:
+    """What is known of one session."""
+
+    __slots__ = ("history", "lessons", "stage", "subject", "tokens", "until_calls")
 
     def __init__(self) -> None:
         self.subject: Subject | None = None
@@ -54,16 +63,41 @@ class _Followed:
         self.begin()
 
     def begin(self) -> None:
-        self.history = _NOTHING_YET
+        self.history = History()
         self.lessons = Lessons()
-        self.prediction: Prediction | None = None
-        self.until_calls = 0.0
-        """The prediction holds before this call, with which a new stage begins,"""
-        self.tokens = 0
+        self.guessed(-1, 0)
+
+    def guessed(self, stage: int, tokens: int) -> None:
+        self.stage = stage
+        """Of its last guess; -1 before the first one."""
+        self.until_calls = stage_begins(stage + 1)
+        """That guess holds before this call, with which a new stage begins,"""
+        self.tokens = tokens
         """and while the context is about this long."""
 
     def holds(self, calls: int, tokens: int) -> bool:
         return calls < self.until_calls and self.tokens < STALE_FACTOR * tokens and tokens < STALE_FACTOR * self.tokens
+
+    def packed(self) -> bytes:
+        """All of it, in as little space as that takes. Raises struct.error for numbers beyond what a context can be."""
+        subject = self.subject or _UNKNOWN
+        told = _DESCRIBED * (self.subject is not None) + _KIN * (subject.kin is not None)
+        told += _TASK * (subject.task is not None)
+        kin, task = subject.kin or 0, subject.task or 0
+        head = _HEAD.pack(self.stage, self.tokens, told, kin, task, subject.text_score, subject.characters)
+        return head + self.history.packed() + self.lessons.packed()
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> _Followed:
+        followed = cls()
+        stage, tokens, told, kin, task, text_score, characters = _HEAD.unpack_from(packed)
+        followed.guessed(stage, tokens)
+        if told & _DESCRIBED:
+            known_kin, known_task = kin if told & _KIN else None, task if told & _TASK else None
+            followed.subject = Subject(known_kin, known_task, text_score, characters)
+        followed.history.unpack(packed[_HEAD.size : _HEAD.size + PACKED_BYTES])
+        followed.lessons.unpack(packed[_HEAD.size + PACKED_BYTES :])
+        return followed
 
 
 class TrainedPredictor:
@@ -75,10 +109,10 @@ class TrainedPredictor:
         self.counts = PredictorCounts()
         self.last_failure: str | None = None
         self._seen = PeaksSeen()
-        self._of: dict[str, _Followed] = {}  # oldest first
+        self._of: dict[str, bytes] = {}  # all sessions, packed, oldest first; of those at hand nothing
+        self._open: OrderedDict[str, _Followed] = OrderedDict()  # those at hand, last used last
         self._max_sessions = max_sessions
         self._draw = random.Random(seed)
-        self._history = History()  # of whichever session is looked at
 
     def __len__(self) -> int:
         return len(self._of)
@@ -110,8 +144,9 @@ class TrainedPredictor:
 
     def knows(self, session_id: str) -> bool:
         """Whether the session was described, or need not be."""
-        followed = self._of.get(session_id)
-        return self.model is None or (followed is not None and followed.subject is not None)
+        if self.model is None:
+            return True
+        return session_id in self._of and self._follow(session_id).subject is not None
 
     def predict(self, session: Session) -> Prediction:
         self.counts.predictions += 1
@@ -126,7 +161,7 @@ class TrainedPredictor:
     def learn(self, session: Session) -> None:
         self.counts.learned += 1
         self._seen.learn(session)
-        followed = self._of.pop(session.session_id, None)
+        followed = self._take(session.session_id)
         if followed is None or self.model is None:
             return
         try:
@@ -136,34 +171,49 @@ class TrainedPredictor:
 
     def forget(self, session_id: str) -> None:
         """The session went away without having shown its peak: refused, or never admitted."""
-        self._of.pop(session_id, None)
+        self._take(session_id)
 
     def _follow(self, session_id: str) -> _Followed:
-        followed = self._of.get(session_id)
-        if followed is None:
-            followed = self._of[session_id] = _Followed()
-            if len(self._of) > self._max_sessions:
-                del self._of[next(iter(self._of))]
+        followed = self._open.get(session_id)
+        if followed is not None:
+            self._open.move_to_end(session_id)
+            return followed
+        packed = self._of.get(session_id)
+        followed = _Followed() if packed is None else _Followed.unpacked(packed)
+        self._of[session_id] = b""
+        self._open[session_id] = followed
+        if len(self._open) > OPEN_SESSIONS:
+            self._put_away(*self._open.popitem(last=False))
+        if len(self._of) > self._max_sessions:
+            self._take(next(iter(self._of)))
         return followed
 
+    def _put_away(self, session_id: str, followed: _Followed) -> None:
+        try:
+            self._of[session_id] = followed.packed()
+        except struct.error as error:
+            del self._of[session_id]
+            self.failed(error)
+
+    def _take(self, session_id: str) -> _Followed | None:
+        packed, followed = self._of.pop(session_id, None), self._open.pop(session_id, None)
+        return _Followed.unpacked(packed) if packed else followed
+
     def _predict(self, session: Session, model: PeakModel) -> Prediction:
-        followed, history = self._follow(session.session_id), self._history
-        history.unpack(followed.history)
-        calls, tokens = session.calls_seen, session.context_tokens
-        if calls < history.calls:  # another session of the same name
+        """`session.prediction` is what was answered last, if the caller keeps it there."""
+        followed = self._follow(session.session_id)
+        calls, tokens = session.calls_seen, max(1, session.context_tokens)
+        if calls < followed.history.calls:  # another session of the same name
             followed.begin()
-            history.unpack(followed.history)
-        changed = history.advance(calls, tokens, session.pause_s)
-        if changed:
-            followed.history = history.packed()
-        if followed.prediction is not None and (not changed or followed.holds(calls, tokens)):
-            return followed.prediction
-        guess = model.guess(history, followed.subject or _UNKNOWN)
+        changed = followed.history.advance(calls, tokens, session.pause_s)
+        last = session.prediction
+        if last is not None and followed.stage >= 0 and (not changed or followed.holds(calls, tokens)):
+            return last
+        followed.guessed(-1, 0)  # should the model fail
+        guess = model.guess(followed.history, followed.subject or _UNKNOWN)
         followed.lessons.note(guess, self._draw)
-        followed.until_calls = stage_begins(guess.stage + 1)
-        followed.tokens = tokens
-        followed.prediction = Prediction(array("d", [quantile for _, quantile in model.quantiles(guess)]))
-        return followed.prediction
+        followed.guessed(guess.stage, tokens)
+        return Prediction(array("d", model.quantiles(guess)))
 
     def failed(self, error: Exception) -> None:
         """Count an exception that the caller kept from going further."""

@@ -51,9 +51,8 @@ def test_quantiles_ascend_from_the_context(model_once, steps):
     for more, context in steps:
         calls += more
         history.advance(calls, context)
-        points = model_once.quantiles(model_once.guess(history, Subject()))
-        tokens = [value for _, value in points]
-        assert tuple(share for share, _ in points) == SHARES
+        tokens = model_once.quantiles(model_once.guess(history, Subject()))
+        assert len(tokens) == len(SHARES)
         assert tokens == sorted(tokens)
         assert tokens[0] >= context * (1 - 1e-9)
         assert all(math.isfinite(value) for value in tokens)

@@ -90,7 +90,7 @@ def test_one_guess_counts_per_stage(model):
     predictor = TrainedPredictor(model)
     for call in range(1, 3000):
         predictor.predict(at(1000 + call, call))
-    assert len(predictor._of["s"].lessons) == 12
+    assert len(predictor._open["s"].lessons) == 12
 
 
 def test_what_it_keeps_of_a_session_does_not_grow(model):

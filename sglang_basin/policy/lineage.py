@@ -108,7 +108,7 @@ class _Thread:
 
 
 class Lineage:
-    """The inferred sessions of one prefill instance. Not thread-safe; about 600 bytes a conversation."""
+    """The inferred sessions of one prefill instance. Not thread-safe; about 500 bytes a conversation."""
 
     def __init__(self, *, max_sessions: int, prefix: str) -> None:
         """Session ids are `prefix` and a number. Of more than `max_sessions` sessions the one without a call for
@@ -117,7 +117,8 @@ class Lineage:
         self._prefix = prefix
         self._sessions: OrderedDict[str, _Thread] = OrderedDict()  # longest without a call first
         self._loose: OrderedDict[str, _Thread] = OrderedDict()  # likewise
-        self._at: dict[int, tuple[_Thread, ...]] = {}  # by the fingerprints of their first and last prompts
+        # By the fingerprints of their first and last prompts; nearly all of these are of one conversation alone.
+        self._at: dict[int, _Thread | tuple[_Thread, ...]] = {}
         self._cells: dict[int, int] = {}  # fingerprint at a cell's start -> how many ends lie in the cell
         self._started = 0
 
@@ -179,7 +180,7 @@ class Lineage:
             self.forget(next(iter(kept)))
         if not is_session:
             for fingerprint in {thread.first, thread.last}:
-                loose = [twin for twin in self._at.get(fingerprint, ()) if twin.session_id in self._loose]
+                loose = [twin for twin in self._ending(fingerprint) if twin.session_id in self._loose]
                 if len(loose) > MAX_TWINS:
                     self.forget(loose[0].session_id)
 
@@ -188,9 +189,9 @@ class Lineage:
         for cell in [number for number, start in enumerate(prompt.cells) if start in self._cells][::-1]:
             fingerprints = prompt.within(cell)
             for offset in range(len(fingerprints) - 1, -1, -1):
-                threads = self._at.get(fingerprints[offset])
-                if threads is None:
+                if fingerprints[offset] not in self._at:
                     continue
+                threads = self._ending(fingerprints[offset])
                 if cell * CELL_TOKENS + offset == prompt.tokens:
                     tried_again, is_open = _equal(threads, fingerprints[offset], runs)
                     if is_open:
@@ -199,6 +200,11 @@ class Lineage:
                     thread, was_answered = found
                     return thread if was_answered or tried_again is None else tried_again
         return tried_again
+
+    def _ending(self, fingerprint: int) -> tuple[_Thread, ...]:
+        """The conversations whose first or last prompt has this fingerprint."""
+        found = self._at.get(fingerprint, ())
+        return found if isinstance(found, tuple) else (found,)
 
     def _set_last(self, thread: _Thread, fingerprint: int, cell: int) -> None:
         thread.answered = False
@@ -211,13 +217,14 @@ class Lineage:
             self._add(thread, fingerprint, cell)
 
     def _add(self, thread: _Thread, fingerprint: int, cell: int) -> None:
-        self._at[fingerprint] = (*self._at.get(fingerprint, ()), thread)
+        others = self._ending(fingerprint)
+        self._at[fingerprint] = (*others, thread) if others else thread
         self._cells[cell] = self._cells.get(cell, 0) + 1
 
     def _remove(self, thread: _Thread, fingerprint: int, cell: int) -> None:
-        others = tuple(other for other in self._at[fingerprint] if other is not thread)
+        others = tuple(other for other in self._ending(fingerprint) if other is not thread)
         if others:
-            self._at[fingerprint] = others
+            self._at[fingerprint] = others if len(others) > 1 else others[0]
         else:
             del self._at[fingerprint]
         if self._cells[cell] == 1:

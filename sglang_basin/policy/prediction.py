@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 """The quantiles that a prediction carries."""
 
+_PLACES = {share: place for place, share in enumerate(SHARES)}
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -23,11 +25,13 @@ class Prediction:
 
     def at(self, share: float) -> float:
         """The peak, in tokens, that is not exceeded with probability `share`; linear between the known quantiles."""
+        if (place := _PLACES.get(share)) is not None:
+            return self.tokens[place]
         high = bisect.bisect_left(SHARES, share)
         if high == len(SHARES):
             return self.tokens[-1]
-        if high == 0 or SHARES[high] == share:
-            return self.tokens[high]
+        if high == 0:
+            return self.tokens[0]
         part = (share - SHARES[high - 1]) / (SHARES[high] - SHARES[high - 1])
         return self.tokens[high - 1] + (self.tokens[high] - self.tokens[high - 1]) * part
 

@@ -105,10 +105,12 @@ class Forest:
 
     def leaves_of(self, rows: Floats, stages: Ints) -> npt.NDArray[np.intp]:
         """(rows, trees): positions in `sums`."""
+        values, row_starts = rows.reshape(-1), (np.arange(len(rows)) * rows.shape[1])[:, None]
+        questions, thresholds, no = self._flat_questions, self._flat_thresholds, self._no
         node = self._starts[stages] + 1
-        place = np.arange(len(rows))[:, None]
         for _ in range(self._depth):
-            node = self._no[node] + (rows[place, self._flat_questions[node]] > self._flat_thresholds[node])
+            answers = values.take(row_starts + questions.take(node)) > thresholds.take(node)
+            node = no.take(node) + answers
         return np.asarray(node - self._leaves, dtype=np.intp)
 
     def moments_of(self, rows: Floats, stages: Ints) -> tuple[Floats, Floats]:

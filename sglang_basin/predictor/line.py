@@ -74,7 +74,7 @@ class Line:
         return Line(self.columns, self.middle, self.scale, self.gram * factor, self.moment * factor)
 
     def _standard(self, rows: Floats) -> Floats:
-        standard = (rows[:, self.columns] - self.middle) / self.scale
+        standard = (rows.take(self.columns, axis=1) - self.middle) / self.scale
         return np.asarray(np.minimum(np.maximum(standard, -CUT), CUT))
 
 

@@ -218,10 +218,10 @@ def _unpacked(terms: str) -> tuple[tuple[int, int], ...]:
         raise ValueError(f"task payload: terms: {error}") from None
     if len(data) % 4:
         raise ValueError(f"task payload: terms: {len(data)} bytes are no whole number of pairs")
-    pairs = tuple(struct.iter_unpack("<HH", data))
-    buckets = [bucket for bucket, _ in pairs]
-    if any(low >= high for low, high in itertools.pairwise([*buckets, BUCKETS])):
+    numbers = struct.unpack(f"<{len(data) // 2}H", data)
+    buckets, counts = numbers[::2], numbers[1::2]
+    if sorted(set(buckets)) != list(buckets) or max(buckets, default=0) >= BUCKETS:
         raise ValueError(f"task payload: terms: buckets must ascend and be below {BUCKETS}")
-    if any(count < 1 for _, count in pairs):
+    if 0 in counts:
         raise ValueError("task payload: terms: counts must be positive")
-    return pairs
+    return tuple(zip(buckets, counts, strict=True))

@@ -119,7 +119,7 @@ class TextScore:
         total = squares = 0.0
         idf, weights = self.idf, self.weights
         for bucket, count in task.terms:
-            value = (1.0 + math.log(count)) * idf[bucket]
+            value = idf[bucket] if count == 1 else (1.0 + math.log(count)) * idf[bucket]
             squares += value * value
             total += value * weights[bucket]
         return total / math.sqrt(squares) if squares > 0 else 0.0

@@ -115,13 +115,30 @@ def test_what_it_keeps_of_a_session_does_not_grow(model):
     assert long - short < short / 4  # a few bytes a stage and up to two rows; admission_speed.py measures the whole
 
 
-def test_two_sessions_side_by_side_are_told_apart(model):
-    """The numbers of whichever is looked at are packed and unpacked in turns."""
+def test_a_session_that_was_put_away_is_the_same_when_it_comes_back(model, monkeypatch):
+    monkeypatch.setattr("sglang_basin.predictor.predictor.OPEN_SESSIONS", 1)
     together, alone = TrainedPredictor(model), (TrainedPredictor(model), TrainedPredictor(model))
+    for place, name in enumerate("ab"):
+        for predictor in (together, alone[place]):
+            assert not predictor.knows(name)
+            predictor.describe(name, text=f"task {place} alpha", agent="agent", model="model")
     for call in range(1, 60):
         for place, name in enumerate("ab"):
             session = at(1000 * (1 + place) + (200 + 700 * place) * call, call, name=name)
-            assert together.predict(session) == alone[place].predict(session)
+            session.prediction = alone[place].predict(session)
+            assert together.predict(session) == session.prediction
+            assert together.knows(name)
+    lessons = [predictor._take("b").lessons for predictor in (together, alone[1])]
+    assert len({one.packed()[: 1 + 9 * len(one)] for one in lessons}) == 1, "errors; rows are drawn"
+    assert together.counts.failures == 0
+
+
+def test_numbers_too_large_to_put_away_cost_only_their_session(model, monkeypatch):
+    monkeypatch.setattr("sglang_basin.predictor.predictor.OPEN_SESSIONS", 1)
+    predictor = TrainedPredictor(model)
+    predictor.predict(at(2**40, name="huge"))
+    assert predictor.predict(at(2000, name="other")).at(0.5) >= 2000
+    assert (len(predictor), predictor.counts.failures, predictor.counts.fallbacks) == (1, 1, 0)
 
 
 def test_a_foreign_deployment_becomes_a_known_one():

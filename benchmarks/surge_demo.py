@@ -107,7 +107,7 @@ def demo_node(
         prefill=1,
         decode=demo.decodes,
         config=config,
-        engine_arguments=("--page-size", str(demo.page_size)),
+        engine_arguments=("--page-size", str(demo.page_size), "--enable-metrics"),
         prefill_arguments=("--max-total-tokens", str(demo.prefill_pool_tokens)),
         decode_arguments=("--max-total-tokens", str(demo.decode_pool_tokens)),
         port=0,
@@ -119,6 +119,15 @@ def demo_node(
 def flush_caches(node: Node) -> None:
     for engine in node.plan.engines:
         requests.post(engine.url + "/flush_cache", timeout=30).raise_for_status()
+
+
+def keep_metrics(node: Node, folder: Path) -> None:
+    """Each engine's metrics at the end of an arm, beside its log: what a figure came from."""
+    for engine in node.plan.engines:
+        with contextlib.suppress(requests.RequestException):  # one that died has said so already
+            answer = requests.get(engine.url + "/metrics", timeout=30)
+            if answer.ok:
+                (folder / f"{engine.name}.metrics").write_text(answer.text)
 
 
 async def measure(demo: Demo, node: Node, seed: int, settings: DriveSettings, console: Console) -> UnloadedTimes:
@@ -242,6 +251,7 @@ def main(argv: Sequence[str]) -> int:
                     flush_caches(node)
                 out = options.out / f"{name}.jsonl"
                 results[name] = asyncio.run(replay_arm(demo, node, options.seed, settings, times, out, console))
+                keep_metrics(node, options.out / "logs" / name)
             if results[name].interrupted:
                 break
     except (ChildDied, NotReady) as error:

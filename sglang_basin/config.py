@@ -107,7 +107,7 @@ OPTIONS: tuple[Option, ...] = (
         default=0.0,
         help="how far the budget may move from its reference, as a part of it: up while sessions queue and the hit "
         "rate is high, down once it falls",
-        why="the budget stays where it is: pausing corrects what it lets in too many. 0.3 is as good with 'partial' "
+        why="the budget stays where it is: pausing corrects what it lets in too many; with 'partial' take 0.3 "
         "(benchmarks/sim_law.py)",
         check=_between(0.0, 0.95),
     ),

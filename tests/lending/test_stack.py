@@ -139,9 +139,7 @@ def test_a_peer_that_stops_costs_its_call_the_patience_and_others_nothing(sound:
     # The others' prompts are all new: what one had from the peer it would wait for, too.
     quiet = [timed(sound, ids(320, f"quiet-{layer}-{number}"))[0] for number in range(10)]
     context = evicted_session(sound, f"stopped-{layer}")
-    call(sound.url, ids(300, "other"), 1)
     cold_s, _ = timed(sound, [*context, 8], salt=f"before-{layer}")
-    call(sound.url, ids(300, "other"), 1)
     before = outcomes(sound.prefill_url)
     sound.spoil(f"stall {layer}")
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -113,6 +113,7 @@ def main() -> None:
     options = parse(__doc__, FRESH_SEEDS)
     seeds = options.seeds
     scenarios, unseen = (FOUR[:2], HELD_OUT[:1]) if options.quick else (GRID, HELD_OUT)
+    everything = (*scenarios, *unseen)
     kept = sweep_rivals(FOUR[:2] if options.quick else FOUR, seeds[0], 2 if options.quick else TRIED, options.jobs)
     arms: dict[str, list[tuple[str, Settings, str | None]]] = {
         name: [("basin", chosen, None)] for name, chosen in BASIN.items()
@@ -122,7 +123,7 @@ def main() -> None:
         (arm, policy, chosen, scenario, seed)
         for arm, tried in arms.items()
         for policy, chosen, only in tried
-        for scenario in (*scenarios, *unseen)
+        for scenario in everything
         if only in (None, scenario.name) or scenario in unseen
         for seed in seeds
     ]
@@ -155,11 +156,9 @@ def main() -> None:
     strongest = max(rivals, key=lambda arm: relative(arm, scenarios))
     strongest_unseen = max(rivals, key=lambda arm: relative(arm, unseen))
     envelope = geometric_mean([max(mean(arm, s) for arm in rivals) / max(mean("Basin", s), 1e-9) for s in scenarios])
-    basin_stuck = [s.name for s in (*scenarios, *unseen) if stuck("Basin", s)]
+    basin_stuck = [s.name for s in everything if stuck("Basin", s)]
     escapable = [
-        s.name
-        for s in (*scenarios, *unseen)
-        if stuck("Basin", s) and any(not stuck(arm, s) for arm in arms if arm != "Basin")
+        s.name for s in everything if stuck("Basin", s) and any(not stuck(arm, s) for arm in arms if arm != "Basin")
     ]
     four = [s for s in scenarios if s in FOUR]
     hicache_stuck = [s for s in four if stuck("stock", s)]
@@ -302,7 +301,7 @@ def main() -> None:
             figures=figures,
             tables=[overview, *details],
             plots=[save_plot(plot, options, "scenarios")],
-            numbers={f"{arm}, {s.name}": round(mean(arm, s), 4) for arm in arms for s in (*scenarios, *unseen)},
+            numbers={f"{arm}, {s.name}": round(mean(arm, s), 4) for arm in arms for s in everything},
         ),
         options,
         WORKLOADS,

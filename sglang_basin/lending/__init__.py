@@ -1,12 +1,13 @@
 """Lending: decode keeps finished calls' KV in memory it does not need, prefill gets back what its own cache lost.
 
-Decode's radix cache keeps the pages (`decode`), the metadata message that decode sends for every call carries where
-the call's prefix lies there (`pages`), and prefill's scheduler (`borrower`) has a thread (`pull`) read what its cache
-lacks, layer by layer (`transport`), into slots of its own. When the call has landed on another decode than the one that
-keeps most of its session, prefill asks that one: decode reports with each call's end how much it keeps of it, and
-later when that becomes less (`holdings` there, `copies` here), prefill asks with the prompt itself (`questions`), and
-decode answers with a lease, pages that it keeps locked for a time (`leases`). These travel over the control channel,
-and what all ranks must know goes to them from rank 0 with the requests (`ranks`).
+Decode's radix cache keeps the pages (`decode`), the metadata message that decode sends for every call carries where the
+call's prefix lies there (`pages`), and prefill's scheduler (`borrower`) has a thread (`pull`) read what its cache
+lacks, layer by layer (`transport`), into slots of its own, once its pool has room for the whole call (`seats`). When
+the call has landed on another decode than the one that keeps most of its session, prefill asks that one: decode reports
+with each call's end how much it keeps of it, and later when that becomes less (`holdings` there, `copies` here),
+prefill asks with the prompt itself (`questions`), and decode answers with a lease, pages that it keeps locked for a
+time (`leases`). These travel over the control channel, and what all ranks must know goes to them from rank 0 with the
+requests (`ranks`).
 
 From a decode of its own machine prefill reads by `peer`: decode's registration message carries how its buffers are
 mapped (`buffers`, by `cuda_memory`), and `places` and `nvml` tell whether that can be.

@@ -2,13 +2,15 @@
 
 All of it runs in the scheduler's thread of every rank; `Pull` alone has a thread. A call's lent part goes through
 
-    asked     the call is bootstrapped and decode holds more of its prefix than prefill's caches: wait for a lease if it
-              is another decode (`questions`), then for free slots, half the patience at most
+    seated    the call is bootstrapped and prefill's pool has room for all of it (`seats`)
+    asked     decode holds more of its prefix than prefill's caches: wait for a lease if it is another decode
+              (`questions`), half the patience at most
     flowing   slots are allocated, the prefix before them is locked, a thread reads
     near      so little is missing that the call may be scheduled: the forward of layer l waits for layer l alone.
               The call's own decode may lack the tokens of a lease; it gets them behind the forward
               (`prefill.send_cached`)
-    landed    all is there: the slots join the radix tree like computed KV, before or after the call ran
+    landed    all is there: the slots join the radix tree like computed KV, before or after the call ran; until it is
+              scheduled, the call keeps them from being evicted
     given up  the peer failed or took longer than the patience: the call goes on as if nothing was lent, and the slots
               stay out of use until the last read is through
 
@@ -39,6 +41,7 @@ from sglang_basin.lending.calls import Chance, chance_of
 from sglang_basin.lending.pages import Pages
 from sglang_basin.lending.pull import Pull
 from sglang_basin.lending.questions import Post, Question, Questions
+from sglang_basin.lending.seats import Seats
 from sglang_basin.lending.transport import Plan, Transport
 from sglang_basin.lending.worth import Line, Link, worth
 
@@ -176,7 +179,8 @@ class Borrower:
         self._parts: dict[str, Part] = {}  # by rid; flowing or near
         self._stuck: list[Part] = []  # given up, their last read not yet through
         self._in_hand_tokens = 0  # allocated for a part that does not exist yet; stays so if making it fails
-        self._asking: dict[str, Any] = {}  # calls that wait for free slots, by rid
+        self.seats = Seats(scheduler)
+        self._stalled_s: float | None = None  # since when no forward ran although calls with a seat wait for one
         self._peers: dict[str, _Peer] = {}
         self._warned: set[str] = set()
         self._forward: tuple[tuple[Part, ...], float] = ((), 0.0)  # parts in the running forward, until when it waits
@@ -191,17 +195,18 @@ class Borrower:
     def settle(self) -> None:
         """Once a turn, before calls leave the bootstrap queue: what has landed joins the tree, what failed is given
         up."""
-        if not (self._parts or self._stuck or self._asking or self.questions):
+        self.seats.begin_turn()
+        if not (self._parts or self._stuck or self.seats or self.questions):
             return
         now_s = self._clock()
-        parts, stuck, asking = list(self._parts.values()), list(self._stuck), list(self._asking.values())
+        parts, stuck = list(self._parts.values()), list(self._stuck)
         questions = self.questions.open()
         came = self._agree(
             [
                 *(self._came(part, now_s) for part in parts),
                 *(part.pull.over for part in stuck),
-                *(now_s - chance_of(req).asked_s < self.patience_s / 2 for req in asking),
                 *(self.questions.patient(question, now_s) for question in questions),
+                not self._stalls(now_s),
             ]
         )
         for part, far in zip(parts, came, strict=False):
@@ -216,12 +221,11 @@ class Borrower:
                 self._stuck.remove(part)
                 self._allocator.free(part.slots)
                 self._give_back(part)
-        for req, patient in zip(asking, came[len(parts) + len(stuck) :], strict=False):
-            if not patient:
-                self._judge(req, "no_room")
-        for question, patient in zip(questions, came[len(parts) + len(stuck) + len(asking) :], strict=True):
+        for question, patient in zip(questions, came[len(parts) + len(stuck) :], strict=False):
             if not patient and self.questions.of(question.room) is question:
                 self.questions.drop(question, now_s)
+        if not came[-1]:
+            self.seats.give_up()
 
     def drain(self) -> bool:
         """Before the pool is reset: whether no slot is on its way any more, after waiting a little for those that
@@ -238,16 +242,18 @@ class Borrower:
         come or will not come. Called each turn until it says so."""
         if (part := self._parts.get(req.rid)) is not None:
             return part.near
+        if req.rid not in self.seats and not self._seat(req):
+            return False
         chance = chance_of(req)
         if chance.judged:
             return True
         if self._waits_for_answer(req, chance):
             return False
-        room_tokens = self._room_tokens()
-        if req.rid in self._asking and room_tokens == chance.room_tokens:
-            return False
-        chance.room_tokens = room_tokens
         return self._ask(req, chance)
+
+    def ran(self) -> None:
+        """A forward was launched."""
+        self._stalled_s = None
 
     # When a call is matched and run.
 
@@ -308,6 +314,21 @@ class Borrower:
 
     # How a part begins.
 
+    def _seat(self, req: Any) -> bool:
+        """Give the call its room in the pool, if there is any for it now."""
+        limit = req._compute_max_prefix_len(len(req.origin_input_ids))
+        _, match = self._cached(req, limit // self._page * self._page)
+        return self.seats.take(req, match)
+
+    def _stalls(self, now_s: float) -> bool:
+        """Whether calls with a seat have waited for a forward for longer than the patience: something else has taken
+        what they were promised, and what they lock may be what it waits for."""
+        if not self.seats.awaits_forward:
+            self._stalled_s = None
+        elif self._stalled_s is None:
+            self._stalled_s = now_s
+        return self._stalled_s is not None and now_s - self._stalled_s > self.patience_s
+
     def _waits_for_answer(self, req: Any, chance: Chance) -> bool:
         """Whether the call waits for another decode to say what it lends; asks it the first time. The same on all
         ranks."""
@@ -350,19 +371,9 @@ class Borrower:
             if start + match.host_hit_length >= end:
                 refusal = "present"
             elif (refusal := self._refused(offer.peer, end - start)) is None:
-                return self._take(req, chance, offer, key, match, end)
+                waited_s = 0.0 if chance.asked_s is None else self._clock() - chance.asked_s
+                return not self._begin(req, offer, key, match, start, end, self.patience_s - waited_s)
         return self._judge(req, refusal or "other_rank")
-
-    def _take(self, req: Any, chance: Chance, offer: _Offer, key: Any, match: Any, end: int) -> bool:
-        """Begin with an offer, or wait for slots."""
-        start = match.device_prefix_len
-        if not self._fits(len(req.origin_input_ids) - start):
-            chance.asked_s = chance.asked_s or self._clock()
-            self._asking[req.rid] = req
-            return False
-        self._asking.pop(req.rid, None)
-        waited_s = 0.0 if chance.asked_s is None else self._clock() - chance.asked_s
-        return not self._begin(req, offer, key, match, start, end, self.patience_s - waited_s)
 
     def _cached(self, req: Any, end: int) -> tuple[Any, Any]:
         """The key of the call's first `end` tokens, and what prefill's tree has of it (`MatchResult`)."""
@@ -425,17 +436,6 @@ class Borrower:
             log.info("Basin computes %d tokens that %s lends: %s", tokens, peer, verdict)
         return "breaker" if not allowed else "busy" if not free else "not_worth"
 
-    def _fits(self, need_tokens: int) -> bool:
-        """Whether a call that still needs so many slots, pulled and computed ones, leaves the calls under way what they
-        need."""
-        chunked = self.scheduler.chunked_req
-        promised = 0 if chunked is None else len(chunked.origin_input_ids) - chunked.prefix_len
-        promised += sum(len(part.req.origin_input_ids) - part.end for part in self._parts.values())
-        return self._room_tokens() - promised >= need_tokens + 2 * self._page
-
-    def _room_tokens(self) -> int:
-        return self._allocator.available_size() + self._tree.evictable_size()
-
     def _begin(self, req: Any, offer: _Offer, key: Any, match: Any, start: int, end: int, patience_s: float) -> bool:
         """Allocate, lock and start reading; False, with nothing kept, if that fails or the call has just ended."""
         tree = self._tree
@@ -477,6 +477,7 @@ class Borrower:
             req, offer.peer, start, end, key, before[:start], lock, slots, pull, lent_bytes, until_s
         )
         self._in_hand_tokens = 0
+        self.seats.allocated(req.rid, part.tokens)
         if lease is not None and self.questions.take(room):
             part.leased_by = lease.holder
         self._end_question(req)  # a shorter lease than what its own decode has
@@ -486,7 +487,6 @@ class Borrower:
 
     def _judge(self, req: Any, outcome: str) -> bool:
         chance_of(req).judged = True
-        self._asking.pop(req.rid, None)
         self._end_question(req)
         self._count(outcome)
         return True
@@ -531,6 +531,7 @@ class Borrower:
                 priority=part.req.priority or 0,
             )
         )
+        self.seats.cached(part.req.rid, self._cached(part.req, part.end)[1])
         self._tree.unlock(part.lock)
         chance_of(part.req).judged = True
         self._landed(part, "landed")
@@ -565,6 +566,7 @@ class Borrower:
         del self._parts[part.req.rid]
         chance_of(part.req).judged = True
         self._tree.unlock(part.lock)
+        self.seats.end((part.req.rid,))  # it needs slots for the part once more
         self._peers[part.peer].breaker.failed(self._clock())
         self._count("late" if late else "failed")
         log.warning(

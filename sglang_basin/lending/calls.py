@@ -15,11 +15,9 @@ class Chance:
     judged: bool = False
     """Nothing more is to come: the call may go on."""
     asked_s: float | None = None
-    """Since when it waits: for another decode's answer, then for free slots."""
+    """Since when it waits for another decode's answer."""
     looked: bool = False
     """Whether another decode keeps more of its prompt is settled."""
-    room_tokens: int = -1
-    """How much room there was when it was last looked at."""
     again: tuple[int, bool] | None = None
     """The call is to be computed anew: decode's prefix, and whether it was barred from the tree before."""
 

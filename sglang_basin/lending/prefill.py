@@ -231,6 +231,7 @@ def run_batch(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -
     """Around `Scheduler.run_batch`."""
     if _borrower is None or not batch.forward_mode.is_extend():
         return original(self, batch, *args, **kwargs)
+    _borrower.ran()
     parts = _or_off(lambda: _borrower.shown(batch.reqs), ())
     _launched.append((time.monotonic(), 0 if parts else batch.extend_num_tokens))
     if not parts:

@@ -192,7 +192,9 @@ class World:
         self.transport = Copies({PEER: self.decode, ELSEWHERE: self.elsewhere}, self.prefill)
         self.manager = Manager()
         self.scheduler = SimpleNamespace(
-            disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=self.manager),
+            disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=self.manager, queue=[]),
+            waiting_queue=[],
+            disagg_prefill_inflight_queue=[],
             tree_cache=self.prefill.tree,
             token_to_kv_pool_allocator=self.prefill.allocator,
             chunked_req=None,
@@ -246,6 +248,7 @@ class World:
         self.manager.transfer_infos[room] = {PEER: info}
         self.manager.req_to_decode_prefix_len[room] = have
         self.manager.request_status[room] = KVPoll.WaitingForInput
+        self.scheduler.disagg_prefill_bootstrap_queue.queue.append(req)
         return req
 
     def tell_copy(self, req: Any, tokens: int) -> None:
@@ -268,7 +271,8 @@ class World:
         return [message for _, message in posted]
 
     def leave(self, req: Any) -> None:
-        """The call has left decode, which may now use the pages for others."""
+        """The call has left prefill's queues, and decode, which may now use the pages for others."""
+        self._dequeue(req)
         self.decode.tree.unlock(req.decode_lock)
 
     def bootstrap(self, req: Any, timeout_s: float = 10.0) -> None:
@@ -281,7 +285,20 @@ class World:
     def turn(self, req: Any) -> bool:
         self.deliver()
         self.borrower.settle()
-        return self.borrower.ready(req)
+        if not self.borrower.ready(req):
+            return False
+        self.goes_on(req)
+        return True
+
+    def goes_on(self, req: Any) -> None:
+        """From the bootstrap queue to the waiting queue."""
+        self._dequeue(req)
+        self.scheduler.waiting_queue.append(req)
+
+    def _dequeue(self, req: Any) -> None:
+        for queue in (self.scheduler.disagg_prefill_bootstrap_queue.queue, self.scheduler.waiting_queue):
+            if req in queue:
+                queue.remove(req)
 
     def settle_all(self, timeout_s: float = 10.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -293,6 +310,7 @@ class World:
     def compute(self, req: Any) -> tuple[bool, int]:
         """Schedule and run the call as prefill does. Returns whether the result counts, and how much was cached."""
         here, prompt = self.prefill, req.prompt
+        self._dequeue(req)
         limit = len(prompt) - 1
         match = self.borrower.matched(req, limit, here.find(prompt, limit=limit))
         cached = match.device_prefix_len
@@ -319,6 +337,7 @@ class World:
         if void:
             here.allocator.free(torch.cat([prefix, new])[req.kv.cache_protected_len :])
             req.kv.holds_kv, req.pending_bootstrap = False, False
+            self.scheduler.disagg_prefill_bootstrap_queue.queue.append(req)
         else:
             assert sound, "the forward ran on KV that is not the prompt's"
             full = len(prompt) // self.page * self.page
@@ -333,5 +352,6 @@ class World:
 
     def check(self) -> None:
         """Every token of prefill's pool is free, in the tree or on its way, and what is in the tree is right."""
+        self.borrower.settle()
         assert self.prefill.accounted_tokens + self.borrower.private_tokens == self.prefill.allocator.size
-        assert self.prefill.tree.protected_size() == 0 or self.borrower.private_tokens
+        assert self.prefill.tree.protected_size() == 0 or self.borrower.private_tokens or self.borrower.seats

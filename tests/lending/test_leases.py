@@ -269,15 +269,17 @@ def test_a_call_that_ends_while_it_waits_leaves_nothing_behind() -> None:
     finish(world)
 
 
-def test_a_call_that_waits_for_slots_keeps_its_lease() -> None:
+def test_a_call_that_waits_for_room_asks_for_no_lease_yet() -> None:
+    """The lease would run out while the pool is full."""
     world = World(16, prefill_tokens=256, patience_s=6.0)
     world.elsewhere.cache(prompt(200))
     taken = world.prefill.allocate(128)
+    world.scheduler.disagg_prefill_inflight_queue.append("whoever holds it")
     req = world.arrive([*prompt(200), 1])
     world.tell_copy(req, 192)
     for _ in range(3):
         assert not world.turn(req)
-    assert len(world.lender_elsewhere.leases) == 1
+    assert len(world.lender_elsewhere.leases) == 0
     world.prefill.allocator.free(taken)
     world.bootstrap(req)
     assert world.compute(req) == (True, 192)

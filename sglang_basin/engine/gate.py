@@ -89,7 +89,8 @@ def attach(result: Any, self: Any) -> None:
     parallel = get_parallel()
     first_rank = parallel.pp_rank == parallel.attn_tp_rank == parallel.attn_cp_rank == 0
     if role == "prefill":
-        _here.rooms = RoomTables(self.disagg_prefill_bootstrap_queue.kv_manager, shown=first_rank)
+        manager = self.disagg_prefill_bootstrap_queue.kv_manager
+        _here.rooms = RoomTables(manager, shown=first_rank, hold_limit_s=config.hold_limit_s)
     if not first_rank:
         return
     if role == "decode":
@@ -116,9 +117,7 @@ def pull(original: Any, self: Any) -> list[Any] | None:
 
 
 def calls_left(result: Any, self: Any, reqs: Any, return_logprob: Any = None, skip_req: Any = None) -> None:
-    """After `SchedulerOutputStreamer.stream_output`: the finished ones among `reqs` have left."""
-    if _here.gate is None:
-        return
+    """After `SchedulerOutputStreamer.stream_output`, on every rank: the finished ones among `reqs` have left."""
     for req in reqs:
         if req.finished_reason is not None:
             _left(req)
@@ -129,8 +128,7 @@ def call_aborted(result: Any, self: Any, abort_req: Any, req: Any) -> None:
     or at the gate."""
     if _here.rooms is not None and (sender := getattr(req, "disagg_kv_sender", None)) is not None:
         _here.rooms.abort(sender)
-    if _here.gate is not None:
-        _left(req)
+    _left(req)
 
 
 def clear_dropped_rooms(result: Any, self: Any, local_reqs: Any = None) -> list[Any] | None:
@@ -150,6 +148,10 @@ def clear_dropped_rooms(result: Any, self: Any, local_reqs: Any = None) -> list[
 
 
 def _left(req: Any) -> None:
+    if _here.rooms is not None and req.bootstrap_room is not None:
+        _here.rooms.end(req.bootstrap_room, time.monotonic())
+    if _here.gate is None:
+        return
     try:
         _here.gate.left(req)
     except Exception:  # noqa: BLE001

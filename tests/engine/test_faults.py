@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import aiohttp
 import pytest
+import requests
 import zmq
 from bystanders import ask, bystanders
 from calls import (
@@ -75,6 +76,24 @@ def test_client_leaves_in_the_bootstrap_queue(empty: Stack, seen: Seen) -> None:
         took_s = until_gone(empty, len(others), live=len(others) + 1)
         close(empty, session)
     seen.note("gone from prefill's bootstrap queue", took_s)
+    assert pools_are_whole(empty)
+
+
+@pytest.mark.fault(
+    "one leg is late",
+    "the client leaves while only prefill has the call; then decode gets it and sends where its KV goes",
+)
+def test_decodes_leg_comes_behind_the_end(empty: Stack, seen: Seen) -> None:
+    session = new_session()
+    call = half(empty, body(session, prompt(SMALL, 82)))
+    with open_call(empty.prefill_url, call):
+        empty.until(lambda: in_bootstrap(empty) >= 1, "bootstrapping")
+    until_gone(empty, 0, live=1)
+    start = time.monotonic()
+    late = requests.post(empty.decode_url + "/generate", json=call, timeout=60)
+    assert not late.ok
+    close(empty, session)
+    seen.note("the late leg is told so, and prefill forgets where its KV was to go", time.monotonic() - start)
     assert pools_are_whole(empty)
 
 

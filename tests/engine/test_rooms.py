@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang_basin.engine import rooms
 
 ROOM = 5
+HOLD_LIMIT_S = 60.0
 
 
 def manager(request_status: dict[int, KVPoll], transfer_infos: dict[int, Any]) -> MooncakeKVManager:
@@ -82,7 +83,7 @@ def test_a_call_that_ends_between_two_looks_does_not_end_the_transfer_thread(sta
     assert f"Transfer thread failed because of {ROOM}" in outcome(manager(stock, {}))
 
     made = manager({}, {})
-    rooms.RoomTables(made, shown=False)
+    rooms.RoomTables(made, shown=False, hold_limit_s=HOLD_LIMIT_S)
     made.request_status = vanishing(rooms.Table, looks)({ROOM: status}, made.request_status._gone)  # type: ignore[attr-defined]
     assert outcome(made) == "stopped when told to"
     assert ROOM not in made.transfer_infos
@@ -93,7 +94,7 @@ def test_transfer_infos_may_vanish_too() -> None:
     assert f"Transfer thread failed because of {ROOM}" in outcome(manager({ROOM: KVPoll.Success}, stock))
 
     made = manager({}, {})
-    rooms.RoomTables(made, shown=False)
+    rooms.RoomTables(made, shown=False, hold_limit_s=HOLD_LIMIT_S)
     made.request_status[ROOM] = KVPoll.Success
     made.transfer_infos = vanishing(rooms.Table, 1)({ROOM: {}}, made.transfer_infos._gone)  # type: ignore[attr-defined]
     assert outcome(made) == "stopped when told to"
@@ -101,9 +102,63 @@ def test_transfer_infos_may_vanish_too() -> None:
 
 def test_the_tables_keep_what_they_held_and_answer_looks_as_ever() -> None:
     made = manager({1: KVPoll.Bootstrapping}, {1: {"s": "info"}})
-    rooms.RoomTables(made, shown=False)
+    rooms.RoomTables(made, shown=False, hold_limit_s=HOLD_LIMIT_S)
     assert made.check_status(1) == KVPoll.Bootstrapping
     assert made.check_status(2) == KVPoll.Failed
     assert 2 not in made.request_status
     assert made.request_status.get(2) is None
     assert (made.transfer_infos[1], made.transfer_infos[2]) == ({"s": "info"}, {})
+
+
+def tables(made: MooncakeKVManager) -> rooms.RoomTables:
+    """Tables whose word to decode goes nowhere: no decode is there."""
+    made.failure_records, made.failure_lock = {}, threading.Lock()
+    made._deferred_ack_targets, made.deferred_bootstrap, made.kv_status_msg_tag = {}, None, None
+    made.pp_rank = made.attn_tp_rank = made.attn_cp_rank = 0
+    return rooms.RoomTables(made, shown=False, hold_limit_s=HOLD_LIMIT_S)
+
+
+def metadata_arrives(made: MooncakeKVManager, room: int) -> None:
+    """What SGLang's bootstrap thread does when decode's metadata for a room is there."""
+    made.transfer_infos[room] = {}
+    made.req_to_decode_prefix_len[room] = 0
+    made.update_status(room, KVPoll.WaitingForInput)
+
+
+def entries(made: MooncakeKVManager) -> int:
+    return sum(
+        map(len, (made.request_status, made.transfer_infos, made.req_to_decode_prefix_len, made.failure_records))
+    )
+
+
+@pytest.mark.parametrize("late_s", [1.0, 30.0])
+def test_metadata_behind_the_end_of_its_call_is_cleared(late_s: float) -> None:
+    made = manager({}, {})
+    watched = tables(made)
+    metadata_arrives(made, 7)  # a call under way, which nothing here may touch
+    watched.end(ROOM, 0.0)
+    watched.sweep(late_s)
+    metadata_arrives(made, ROOM)
+    watched.sweep(late_s + rooms.CLEAR_AFTER_S)
+    assert list(made.request_status) == list(made.transfer_infos) == [7]
+    assert entries(made) == 3
+
+
+def test_a_failed_room_that_no_call_claims_goes_when_none_can_be_on_its_way() -> None:
+    made = manager({}, {})
+    watched = tables(made)
+    metadata_arrives(made, ROOM)
+    made.update_status(ROOM, KVPoll.Failed)
+    for now_s in range(0, int(HOLD_LIMIT_S + rooms.WATCH_FOR_S) + 1, 30):
+        watched.sweep(float(now_s))
+        assert made.check_status(ROOM) == KVPoll.Failed
+    watched.sweep(HOLD_LIMIT_S + rooms.WATCH_FOR_S + 2)
+    assert entries(made) == 0
+
+
+def test_only_the_rooms_of_the_last_minutes_are_remembered() -> None:
+    watched = tables(manager({}, {}))
+    for second in range(1000):
+        watched.end(second % 400, float(second))
+        watched.sweep(float(second))
+    assert list(watched._ended_s) == [room % 400 for room in range(999 - int(rooms.WATCH_FOR_S), 1000)]

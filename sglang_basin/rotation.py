@@ -2,20 +2,24 @@
 
 When a file would outgrow its bound it becomes `NAME.1`, that one `NAME.2` and so on, and the oldest is deleted. What
 is appended is written in one piece; a torn last line, as a crash or a full disk leaves it, is closed before the next
-one, so that readers lose that line alone.
+one, so that readers lose that line alone. Processes of one machine may share a file: they take turns by a lock on its
+folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 LEAST_BYTES = 4096
 
 
 class RotatingFile:
-    """One writer per file. The file may be moved or deleted by others at any time: it is opened for each append."""
+    """A file for appending. It may be moved or deleted by others at any time: it is opened for each append."""
 
     def __init__(self, path: Path, *, max_bytes: int, kept_files: int, header: bytes = b"") -> None:
         """`header` is a whole line that each file begins with. At most `kept_files` files of about `max_bytes` exist.
@@ -31,6 +35,10 @@ class RotatingFile:
 
     def append(self, lines: bytes) -> None:
         """Add one or more whole lines. Raises OSError when the disk does not take them."""
+        with self._turn():
+            self._append(lines)
+
+    def _append(self, lines: bytes) -> None:
         size = self.path.stat().st_size if self.path.exists() else 0
         if size and size + len(lines) > self._max_bytes:
             self._rotate()
@@ -39,6 +47,17 @@ class RotatingFile:
             lines = b"\n" + lines
         with self.path.open("ab") as file:
             file.write(lines if size else self._header + lines)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Nobody else writes or rotates meanwhile."""
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks: one writer per file, then
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def _ends_whole(self) -> bool:
         with self.path.open("rb") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 from pathlib import Path
 
@@ -70,3 +71,22 @@ def test_a_full_disk_is_the_callers_error() -> None:
 def test_wrong_bounds_are_named(tmp_path: Path, max_bytes: int, kept_files: int) -> None:
     with pytest.raises(ValueError, match=rf"max_bytes .* got {max_bytes}, {kept_files}"):
         RotatingFile(tmp_path / "log", max_bytes=max_bytes, kept_files=kept_files)
+
+
+def _append(path: Path, writer: int, lines: int, kept_files: int) -> None:
+    file = RotatingFile(path, max_bytes=LEAST_BYTES, kept_files=kept_files, header=HEADER)
+    for number in range(lines):
+        file.append(b"%d:%d:%s\n" % (writer, number, b"x" * 400))
+
+
+def test_processes_that_share_a_file_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    path, lines, kept_files = tmp_path / "log", 200, 100
+    writers = [multiprocessing.Process(target=_append, args=(path, writer, lines, kept_files)) for writer in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    found = [tuple(map(int, line.split(b":")[:2])) for line in read_back(path)]
+    for number in range(len(writers)):
+        assert [line for line in found if line[0] == number] == [(number, line) for line in range(lines)]

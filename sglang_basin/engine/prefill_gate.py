@@ -97,12 +97,13 @@ class PrefillGate:
         copies: Copies | None = None,
         rank: Rank = ONLY_RANK,
         has_radix_session: Callable[[str], bool] = lambda session_id: False,
+        read_tokens_per_s: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`control` is None for a unified server, which has no decode instances; without a `watch` the budget stays
         where it is. `predictor` is the door's, told here what requests say about their tasks. Without a `by_prompt`
         calls that name no session pass. `copies` is None where nothing is lent. `has_radix_session` as
-        `radix_sessions`."""
+        `radix_sessions`. `read_tokens_per_s` says how fast lent KV comes back, if that is known."""
         self.door = door
         self.control = control
         self._answer = answer
@@ -114,6 +115,7 @@ class PrefillGate:
         self._copies = copies
         self._rank = rank
         self._has_radix_session = has_radix_session
+        self._read_tokens_per_s = read_tokens_per_s
         self._turn = Turn()
         self._clock = clock
         self._priorities = PriorityClock(clock)
@@ -133,6 +135,8 @@ class PrefillGate:
     def for_scheduler(cls, scheduler: Any, config: BasinConfig) -> PrefillGate:
         """Build the gate of a live scheduler; binds the control channel. Raises ControlError when it cannot."""
         from sglang.srt.runtime_context import get_disagg
+
+        from sglang_basin.lending.prefill import read_tokens_per_s
 
         rank = Rank.here()
         control = None
@@ -156,6 +160,7 @@ class PrefillGate:
             copies,
             rank,
             radix_sessions(scheduler),
+            read_tokens_per_s,
         )
 
     def __repr__(self) -> str:
@@ -465,7 +470,9 @@ class PrefillGate:
     def _look(self, now_s: float) -> None:
         """Once a second: let the budget follow the engine, show the state, forget what was asked in vain."""
         if self._watch is not None:
-            self._view = self._watch.view(now_s, lent_tokens=self._lent_tokens(now_s))
+            self._view = self._watch.view(
+                now_s, lent_tokens=self._lent_tokens(now_s), read_tokens_per_s=self._read_tokens_per_s()
+            )
             self.door.observe(self._view, now_s)
             show_cache(self._view)
         show_door(self.door.state())

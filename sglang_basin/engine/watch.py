@@ -43,8 +43,8 @@ class EngineWatch:
         """`req` is through prefill."""
         self._hits.note(req.cached_tokens, len(req.origin_input_ids), now_s)
 
-    def view(self, now_s: float, lent_tokens: int = 0) -> EngineView:
-        """`lent_tokens`: what others' memory adds to this cache."""
+    def view(self, now_s: float, lent_tokens: int = 0, read_tokens_per_s: float | None = None) -> EngineView:
+        """`lent_tokens`: what others' memory adds to this cache; `read_tokens_per_s`: how fast it comes back."""
         scheduler = self._scheduler
         cache_tokens = scheduler.max_total_num_tokens
         free_tokens = scheduler.token_to_kv_pool_allocator.available_size()
@@ -56,6 +56,7 @@ class EngineWatch:
             cache_used_share=1.0 - free_tokens / cache_tokens,
             hit_rate=self._hits.at(now_s),
             prefill_waiting_calls=len(scheduler.waiting_queue) + (len(bootstrap.queue) if bootstrap else 0),
+            read_tokens_per_s=read_tokens_per_s,
         )
 
 

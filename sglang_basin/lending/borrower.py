@@ -43,7 +43,7 @@ from sglang_basin.lending.pull import Pull
 from sglang_basin.lending.questions import Post, Question, Questions
 from sglang_basin.lending.seats import Seats
 from sglang_basin.lending.transport import Plan, Transport
-from sglang_basin.lending.worth import Line, Link, worth
+from sglang_basin.lending.worth import Inflow, Line, Link, worth
 
 NEAR_S = 0.1
 """A call is scheduled when the rest of its part is expected within this time: its batch may wait so long."""
@@ -169,6 +169,7 @@ class Borrower:
         self.overlap = overlap
         self.counted = counted
         self.computing = Line()
+        self.inflow = Inflow()
         self.kv_manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
         self.reading = Reading(self.kv_manager)
         self.questions = Questions(post, rank, patience_s)
@@ -553,6 +554,7 @@ class Borrower:
         known = self._peers[part.peer]
         known.breaker.succeeded()
         known.link.note(part.lent_bytes, seconds, self._clock())
+        self.inflow.note(part.tokens, pull.began_s, pull.ended_s)
         self._count(outcome)
         if self.counted:
             metrics().lent_tokens.inc(part.tokens)
@@ -567,13 +569,15 @@ class Borrower:
         chance_of(part.req).judged = True
         self._tree.unlock(part.lock)
         self.seats.end((part.req.rid,))  # it needs slots for the part once more
-        self._peers[part.peer].breaker.failed(self._clock())
+        self._peers[part.peer].breaker.failed(now_s := self._clock())
+        if late:
+            self.inflow.note(part.tokens, part.pull.began_s, now_s)  # it takes that long at least
         self._count("late" if late else "failed")
         log.warning(
             "Basin gives up on %d lent tokens of call %s after %.2f s: %s %s; they are computed",
             part.tokens,
             part.req.rid,
-            self._clock() - part.pull.began_s,
+            now_s - part.pull.began_s,
             part.peer,
             "is late" if late else "failed",
         )

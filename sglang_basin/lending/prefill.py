@@ -163,6 +163,11 @@ def lenders() -> dict[str, places.Choice]:
     return {} if _borrower is None else _borrower.transport.choices()
 
 
+def read_tokens_per_s() -> float | None:
+    """How fast lent KV comes in while it is being read; None while that is not known, or nothing is read."""
+    return None if _borrower is None else _borrower.inflow.tokens_per_s
+
+
 def _or_off(act: Callable[[], T], otherwise: T) -> T:
     """`act()`; should it raise, lending is off until a restart and calls go on as in stock SGLang."""
     global _borrower, _lost_tokens

@@ -85,6 +85,32 @@ class Link:
         return self.line.seconds(read_bytes)
 
 
+@dataclass(slots=True)
+class Inflow:
+    """How fast lent KV comes in while it is being read, from all peers together.
+
+    Reads go on side by side, so each counts for the time by which it made the reading longer; what a read takes
+    whatever its size is left out, since others fill it.
+    """
+
+    line: Line = field(default_factory=Line)
+    reads: int = 0
+    _read_until_s: float = float("-inf")
+
+    def note(self, tokens: int, began_s: float, ended_s: float) -> None:
+        """A read of so many tokens is through. The first one, as a link's, does not count."""
+        longer_s = max(0.0, ended_s - max(began_s, self._read_until_s))
+        self._read_until_s = max(self._read_until_s, ended_s)
+        self.reads += 1
+        if self.reads > 1:
+            self.line.note(tokens, longer_s)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None while too few reads have been made."""
+        return 1.0 / self.line.slope_s if self.reads >= TRIES and self.line.slope_s > 0.0 else None
+
+
 @dataclass(frozen=True, slots=True)
 class Worth:
     """The decision, and the two times it compares; a time is None while nothing is known about it."""

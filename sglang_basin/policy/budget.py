@@ -1,9 +1,10 @@
 """The budget that reservations are held against, and how it follows the engine.
 
 Reference: min(0.9 × knee, capacity), where capacity counts every memory that can give a prefix back (device, host
-tier, lent decode memory); without a calibrated knee, the capacity; or a number that the user fixed. In service the
-budget moves within a small band around the reference: up while sessions queue and the hit rate is on its high stretch,
-down once it falls off (the article's rule, DESIGN section 2; the step sizes are ours).
+tier, lent decode memory); without a calibrated knee, the capacity; or a number that the user fixed. Lent memory counts
+as far as reading it back keeps up (`usable_lent_tokens`). In service the budget moves within a small band around the
+reference: up while sessions queue and the hit rate is on its high stretch, down once it falls off (the article's rule,
+DESIGN section 2; the step sizes are ours).
 """
 
 from __future__ import annotations
@@ -14,6 +15,19 @@ from sglang_basin.policy.interface import EngineView
 
 LOWEST_HIGH_SHARE = 0.7
 """However low the hit rate is at low load, its high stretch is taken to be at least this part of the configured one."""
+
+
+def usable_lent_tokens(view: EngineView, pause_s: float | None) -> int:
+    """How much of the lent memory is as good as cache, when sessions pause for `pause_s` between two calls.
+
+    A session calls once a turn, and what prefill has lost of its context must be read back each time. With L tokens of
+    the sessions' contexts on decode alone and turns of at least `pause_s`, at most L / pause_s tokens a second are
+    needed (Little's law); reading brings `read_tokens_per_s`. Beyond that calls wait for their reads, or are computed,
+    and the memory holds prefixes without giving them back. While either is unknown all of it counts.
+    """
+    if view.read_tokens_per_s is None or pause_s is None:
+        return view.lent_tokens
+    return min(view.lent_tokens, int(view.read_tokens_per_s * pause_s))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +78,11 @@ class Budget:
     def tokens(self) -> int:
         return max(1, int(self.factor * self.reference_tokens))
 
-    def observe(self, view: EngineView, *, queued: bool, reserved_tokens: float) -> None:
-        """Follow the engine: its capacity at once, its hit rate within the band."""
-        self.capacity_tokens = max(1, view.capacity_tokens)
+    def observe(self, view: EngineView, *, queued: bool, reserved_tokens: float, pause_s: float | None = None) -> None:
+        """Follow the engine: its capacity at once, its hit rate within the band. `pause_s`: between two calls of a
+        session, on average; None if unknown."""
+        own_tokens = view.capacity_tokens - view.lent_tokens
+        self.capacity_tokens = max(1, own_tokens + usable_lent_tokens(view, pause_s))
         settings = self.settings
         if view.hit_rate is None:
             return

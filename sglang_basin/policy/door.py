@@ -40,7 +40,7 @@ from typing import Protocol
 
 from sglang_basin.policy.budget import Budget
 from sglang_basin.policy.decisions import Admit, Decision, Outcome, Queue, Reason, Refuse
-from sglang_basin.policy.idle import IdleTimeout
+from sglang_basin.policy.idle import IdleTimeout, MeanPause
 from sglang_basin.policy.interface import EngineView
 from sglang_basin.policy.pausing import PausedSessions, PauseSettings, victims
 from sglang_basin.policy.prediction import PeakPredictor
@@ -157,6 +157,7 @@ class Door:
         self._away: OrderedDict[str, float] = OrderedDict()  # waiting sessions without a call -> since when
         self._answered: OrderedDict[str, float] = OrderedDict()  # live sessions after their final answer -> since when
         self._idle = IdleTimeout(settings.idle_timeout_s, settings.idle_floor_s)
+        self._pauses = MeanPause()
         self._turned_away: OrderedDict[str, float] = OrderedDict()  # sessions that left the queue unserved -> when
         self._calls: dict[str, Call] = {}
         self._held: deque[Call] = deque()  # by arrival; entries may be stale
@@ -211,6 +212,8 @@ class Door:
         session.calls_seen += 1
         ran_a_tool = (session.live or session.paused) and not session.calls
         session.pause_s = now_s - session.last_active_s if ran_a_tool else 0.0
+        if ran_a_tool:
+            self._pauses.note(session.pause_s)
         self._set_context(session, session.context_with(prompt_tokens))
         if is_new:
             session.prompt_id = prompt_id
@@ -326,7 +329,7 @@ class Door:
     def observe(self, view: EngineView, now_s: float) -> None:
         """The engine's present state, about once a second: the budget follows it."""
         self._advance(now_s)
-        self.budget.observe(view, queued=bool(self._queue), reserved_tokens=self._need())
+        self.budget.observe(view, queued=bool(self._queue), reserved_tokens=self._need(), pause_s=self._pauses.mean_s)
 
     def poll(self, now_s: float) -> list[Outcome]:
         """Whose wait ends now: calls to let go on, calls to refuse. Call it after every change and once a second."""

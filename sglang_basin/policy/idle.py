@@ -20,6 +20,26 @@ LEAST_PAUSES = 500
 MEMORY_PAUSES = 5_000
 MEMORY_GIVEN_UP = 10_000
 
+MEAN_OF_PAUSES = 200
+"""So many of the latest pauses carry nearly all of their mean's weight."""
+
+
+class MeanPause:
+    """How long sessions pause between two calls, on average of the latest ones."""
+
+    def __init__(self) -> None:
+        self._pauses = 0
+        self._mean_s = 0.0
+
+    @property
+    def mean_s(self) -> float | None:
+        """None until a session has paused."""
+        return self._mean_s if self._pauses else None
+
+    def note(self, pause_s: float) -> None:
+        self._pauses = min(self._pauses + 1, MEAN_OF_PAUSES)
+        self._mean_s += (pause_s - self._mean_s) / self._pauses
+
 
 class IdleTimeout:
     """The present time-out, in seconds, and what it is learned from."""

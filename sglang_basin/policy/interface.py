@@ -36,6 +36,8 @@ class EngineView:
     decode_used_share: float = 0.0
     """Part of decode's pool that running calls hold or have reserved."""
     decode_waiting_calls: int = 0
+    read_tokens_per_s: float | None = None
+    """How fast lent KV comes back into this cache while it is being read; None while that is not known."""
 
     @property
     def capacity_tokens(self) -> int:

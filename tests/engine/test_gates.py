@@ -1086,7 +1086,9 @@ def test_what_decode_can_lend_reaches_the_budget_and_leaves_it_when_decode_falls
     lendable = [5_000]
     pair.decode._lendable = lambda: lendable[0]
     pair.prefill._watch = SimpleNamespace(  # type: ignore[assignment]
-        view=lambda now_s, lent_tokens: EngineView(cache_tokens=1_000, lent_tokens=lent_tokens),
+        view=lambda now_s, lent_tokens, read_tokens_per_s: EngineView(
+            cache_tokens=1_000, lent_tokens=lent_tokens, read_tokens_per_s=read_tokens_per_s
+        ),
         prefilled=lambda request, now_s: None,
     )
 
@@ -1098,6 +1100,12 @@ def test_what_decode_can_lend_reaches_the_budget_and_leaves_it_when_decode_falls
         pair.until(turned)
 
     pair.enter("s", 1, 10)
+    budget_becomes(6_000)
+    door._pauses.note(2.0)  # type: ignore[union-attr]
+    reads_per_s = [300.0]
+    pair.prefill._read_tokens_per_s = lambda: reads_per_s[0]
+    budget_becomes(1_600)  # what comes back while a session pauses
+    reads_per_s[0] = 1e6
     budget_becomes(6_000)
     lendable[0] = 200
     budget_becomes(1_200)

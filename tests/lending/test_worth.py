@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_basin.lending.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
-from sglang_basin.lending.worth import FRESH_S, TRIES, Line, Link, worth
+from sglang_basin.lending.worth import FRESH_S, TRIES, Inflow, Line, Link, worth
 
 
 def line(fixed_s: float, slope_s: float, sizes: list[float]) -> Line:
@@ -105,3 +105,36 @@ def test_one_probe_at_a_time() -> None:
     assert not breaker.allows(FIRST_PAUSE_S + 100)
     breaker.succeeded()
     assert breaker.allows(FIRST_PAUSE_S + 100)
+
+
+@given(
+    st.floats(1e2, 1e7),
+    st.floats(0, 0.01),
+    st.integers(1, 8),
+    st.lists(st.integers(100, 10_000), min_size=TRIES + 1, max_size=40),
+)
+def test_reads_side_by_side_share_the_link_and_its_rate_is_found(
+    rate: float, fixed_s: float, at_once: int, sizes: list[int]
+) -> None:
+    """`at_once` reads begin together and end one after the other, as the link brings them."""
+    inflow, now_s = Inflow(), 0.0
+    for first in range(0, len(sizes), at_once):
+        began_s, now_s = now_s, now_s + fixed_s
+        for size in sizes[first : first + at_once]:
+            now_s += size / rate
+            inflow.note(size, began_s, now_s)
+        now_s += 1.0  # nothing is read
+    found = inflow.tokens_per_s
+    assert found is not None
+    overall = sum(sizes) / (sum(sizes) / rate + fixed_s * len(sizes))
+    assert 0.3 * overall <= found
+    if fixed_s == 0.0:
+        assert found == pytest.approx(rate, rel=0.01)
+
+
+def test_how_fast_kv_comes_in_is_unknown_at_first() -> None:
+    inflow = Inflow()
+    for number in range(TRIES):
+        assert inflow.tokens_per_s is None
+        inflow.note(1000, float(number), number + 0.5)
+    assert inflow.tokens_per_s == pytest.approx(2000)

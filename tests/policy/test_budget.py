@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sglang_basin.policy.budget import Budget, BudgetSettings
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_basin.policy.budget import Budget, BudgetSettings, usable_lent_tokens
 from sglang_basin.policy.interface import EngineView
 
 
@@ -16,6 +19,20 @@ def test_capacity_counts_every_memory_that_can_give_a_prefix_back_and_is_followe
     assert budget.tokens == 1750
     budget.observe(view(None, host_tokens=500), queued=False, reserved_tokens=0)
     assert budget.tokens == 1500
+
+
+@given(st.integers(0, 10**7), st.floats(0, 1e9), st.floats(0, 1e4))
+def test_lent_memory_counts_as_far_as_reading_keeps_up(lent_tokens: int, reads_per_s: float, pause_s: float) -> None:
+    one = EngineView(cache_tokens=1000, lent_tokens=lent_tokens, read_tokens_per_s=reads_per_s)
+    usable = usable_lent_tokens(one, pause_s)
+    assert 0 <= usable <= lent_tokens
+    assert usable == lent_tokens or usable + 1 > reads_per_s * pause_s
+    assert usable <= usable_lent_tokens(one, 2 * pause_s), "sessions that call less often can share a slower link"
+    budget = Budget(BudgetSettings(), 1)
+    budget.observe(one, queued=False, reserved_tokens=0, pause_s=pause_s)
+    assert budget.tokens == 1000 + usable
+    budget.observe(one, queued=False, reserved_tokens=0)
+    assert budget.tokens == 1000 + lent_tokens, "nobody has paused yet"
 
 
 def test_the_knee_caps_the_reference_and_a_fixed_budget_beats_both() -> None:

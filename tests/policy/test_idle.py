@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_basin.policy.idle import FACTOR, LEAST_PAUSES, IdleTimeout
+from sglang_basin.policy.idle import FACTOR, LEAST_PAUSES, IdleTimeout, MeanPause
 
 
 def seen(pauses_s: list[float], longest_s: float = 600.0, shortest_s: float | None = 60.0) -> IdleTimeout:
@@ -47,3 +47,15 @@ def test_bounds_in_the_wrong_order_are_an_error_that_names_the_option() -> None:
 @settings(max_examples=50, deadline=None)
 def test_it_stays_within_its_bounds(pauses_s: list[float], shortest_s: float, longest_s: float) -> None:
     assert shortest_s <= seen(pauses_s, longest_s, shortest_s).timeout_s <= longest_s
+
+
+def test_the_mean_pause_follows_the_latest_ones() -> None:
+    pauses = MeanPause()
+    assert pauses.mean_s is None
+    pauses.note(4.0)
+    pauses.note(2.0)
+    assert pauses.mean_s == 3.0
+    for _ in range(2_000):
+        pauses.note(10.0)
+    assert pauses.mean_s is not None
+    assert 9.9 < pauses.mean_s <= 10.0

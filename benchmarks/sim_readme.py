@@ -40,8 +40,9 @@ comes with it, on tasks that it has not seen (`sim_held_out.py`). The defaults w
 scenarios (pausing, whose shares are its source's, on twelve); they are compared with others on seeds 4 and 5 of twelve,
 and in the law study on loads held out as well.
 
-`surge_demo.py` (`make demo`) and `gate_overhead.py` measure real engines and print their results themselves. How well
-peaks are predicted, and could be, is on a page of its own: [PREDICTOR.md](PREDICTOR.md), by `predictor_study.py`.
+`surge_demo.py` (`make demo`) and `gate_overhead.py` measure real engines and print their results themselves;
+`sim_lending.py` prints what lending is worth on the demo's load. How well peaks are predicted, and could be, is on a
+page of its own: [PREDICTOR.md](PREDICTOR.md), by `predictor_study.py`.
 """
 
 

@@ -116,6 +116,7 @@ class SimCall:
         "join_step",
         "key",
         "late_at_join",
+        "load_s",
         "output_tokens",
         "prefill_held_tokens",
         "prompt_tokens",
@@ -143,6 +144,8 @@ class SimCall:
         self.cached_tokens = 0
         self.computed_tokens = 0
         """Of the prompt, the cached ones included."""
+        self.load_s = 0.0
+        """What its host tier's copies take to load."""
         self.prefill_held_tokens = 0
         self.decode_held_tokens = 0
         self.decode_matched_tokens = 0

@@ -101,6 +101,7 @@ class Gate:
             decode_tokens=self._decode_tokens,
             decode_used_share=self._decode_used_share,
             decode_waiting_calls=self._decode_waiting_calls,
+            read_tokens_per_s=profile.link.write_back_tokens_per_s if profile.decode.lend else None,
         )
 
     def _look_at_decodes(self) -> None:

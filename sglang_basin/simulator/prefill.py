@@ -5,7 +5,12 @@ As SGLang's scheduler: each pass takes the call that is in the middle of its pro
 The prefix is matched when a call is taken, not when it starts to wait. A call holds its memory until its KV has left
 for decode.
 
-Two simplifications: the whole prompt's memory is taken with the first chunk, and a chunk's end is not page-aligned.
+With lending a call comes by its memory earlier (`lending.seats`, `lending.borrower`): in order, before it may wait for
+a pass, it takes room for its whole prompt, which locks what it has cached; what decode still has beyond that is read
+into that room, one call after the other over the instance's link; and only then does it wait for a pass.
+
+Three simplifications: the whole prompt's memory is taken with the first chunk, a chunk's end is not page-aligned, and
+no layer is computed before the last one has been read.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+from sglang_basin.lending.worth import READ_MAY_TAKE
 from sglang_basin.simulator.cache import HostTier, PrefixCache
 from sglang_basin.simulator.calls import NONE, OVER, PREFILLING, QUEUED, Event, Events, SimCall, SimSession
 from sglang_basin.simulator.profile import HardwareProfile
@@ -29,6 +35,9 @@ class PrefillInstance:
         self.host = HostTier(costs.host_tokens, page) if costs.host_tokens else None
         self.cache = PrefixCache(costs.pool_tokens, page, self.host)
         self._queue: list[tuple[float, int, SimCall]] = []  # may hold calls that are over
+        self._lends = profile.decode.lend
+        self._ready: list[tuple[float, int, SimCall]] = []  # with lending: those that have their memory and their part
+        self._link_free_s = 0.0
         self._arrivals = 0
         self._chunked: SimCall | None = None
         self.running = False
@@ -49,23 +58,71 @@ class PrefillInstance:
         heapq.heappush(self._queue, (call.key, self._arrivals, call))
         call.stage = QUEUED
         self.waiting_calls += 1
-        return NONE if self.running else self.start(now_s)
+        return NONE if self.running and not self._lends else self.start(now_s)
 
-    def forget(self, call: SimCall) -> None:
+    def forget(self, now_s: float, call: SimCall) -> Events:
         """A waiting call was aborted; its entry is skipped when its turn comes."""
         self.waiting_calls -= 1
+        if not call.prefill_held_tokens:
+            return NONE
+        self.release(call)
+        return self.start(now_s)
 
     def start(self, now_s: float) -> Events:
         """Begin the next pass, if there is anything to do and none is under way."""
+        if self._lends:
+            return [*self._seat(now_s), *self._pass(now_s)]
+        return self._pass(now_s)
+
+    def _seat(self, now_s: float) -> Events:
+        """With lending: give waiting calls their memory, in order, as far as it reaches, and read what is lent."""
+        events: list[Event] = []
+        queue = self._queue
+        while queue:
+            call = queue[0][2]
+            if call.stage != OVER:
+                if not self._take(call):
+                    break
+                landed_s = self._read(call, now_s)
+                if landed_s > now_s:
+                    events.append((landed_s, self.on_landed, call))
+                else:
+                    heapq.heappush(self._ready, queue[0])
+            heapq.heappop(queue)
+        return events
+
+    def _read(self, call: SimCall, now_s: float) -> float:
+        """When the call has what decode lends it, if reading pays; now if nothing is read."""
+        cached, lent, prompt = call.cached_tokens, call.decode_matched_tokens, call.prompt_tokens
+        if lent <= cached:
+            return now_s
+        landed_s = max(now_s, self._link_free_s) + (lent - cached) / self._profile.link.write_back_tokens_per_s
+        seconds = self._profile.prefill_s
+        if landed_s - now_s >= READ_MAY_TAKE * (seconds(prompt - cached, cached) - seconds(prompt - lent, lent)):
+            return now_s
+        self._link_free_s = landed_s
+        self.written_back_tokens += lent - cached
+        self.computed_tokens -= lent - cached
+        self.recent_cached_tokens += lent - cached
+        call.cached_tokens = call.computed_tokens = lent
+        return landed_s
+
+    def on_landed(self, now_s: float, call: SimCall) -> Events:
+        if call.stage == OVER:
+            return NONE
+        self._arrivals += 1
+        heapq.heappush(self._ready, (call.key, self._arrivals, call))
+        return self._pass(now_s)
+
+    def _pass(self, now_s: float) -> Events:
         if self.running:
             return NONE
         costs = self._costs
         budget = costs.chunk_tokens
         batch: list[tuple[SimCall, int]] = []
-        seconds = 0.0
-        self._load_s = self._write_back_s = 0.0
+        seconds = load_s = 0.0
         call = self._chunked
-        queue = self._queue
+        queue = self._ready if self._lends else self._queue
         while budget > 0:
             if call is None:
                 if not queue:
@@ -75,9 +132,12 @@ class PrefillInstance:
                     heapq.heappop(queue)
                     call = None
                     continue
-                if not self._take(call):
+                if not (self._lends or self._take(call)):
                     break
                 heapq.heappop(queue)
+                call.stage = PREFILLING
+                self.waiting_calls -= 1
+                load_s += call.load_s
             done = call.computed_tokens
             new = call.prompt_tokens - done
             if new > budget:
@@ -90,7 +150,7 @@ class PrefillInstance:
             return NONE
         self._chunked = None
         self.running = True
-        seconds = max(costs.fixed_s + seconds, self._load_s, self._write_back_s)
+        seconds = max(costs.fixed_s + seconds, load_s)
         self.busy_s += seconds
         return ((now_s + seconds, self.on_pass_end, batch),)
 
@@ -121,15 +181,7 @@ class PrefillInstance:
             host.forget_beyond(chain, limit)
             cached += loaded
             self.loaded_tokens += loaded
-            self._load_s += loaded / self._costs.host_load_tokens_per_s
-        lent = call.decode_matched_tokens
-        if lent > cached:
-            write_back_s = (lent - cached) / self._profile.link.write_back_tokens_per_s
-            seconds = self._profile.prefill_s
-            if max(write_back_s, seconds(prompt - lent, lent)) < seconds(prompt - cached, cached):
-                self.written_back_tokens += lent - cached
-                self._write_back_s += write_back_s
-                cached = lent
+            call.load_s = loaded / self._costs.host_load_tokens_per_s
         if chain.pinned:
             del self.pinned[call.session]
         session.prefilled_index = session.call_index
@@ -141,8 +193,6 @@ class PrefillInstance:
         call.prefill_held_tokens = held
         self.held_tokens += held
         call.cached_tokens = call.computed_tokens = cached
-        call.stage = PREFILLING
-        self.waiting_calls -= 1
         self.computed_tokens += prompt - cached
         self.recent_prompt_tokens += prompt
         self.recent_cached_tokens += cached

@@ -243,9 +243,7 @@ class Simulation:
             return NONE  # aborted on its way; its memory is free again
         session = call.session
         session.prefill.release(call)
-        events = [*session.decode.arrive(now_s, call)]
-        if not session.prefill.running:
-            events += session.prefill.start(now_s)
+        events = [*session.decode.arrive(now_s, call), *session.prefill.start(now_s)]
         if not session.answered:
             session.answered = True
             self.waiting_first -= 1
@@ -316,9 +314,9 @@ class Simulation:
         if stage == HELD:
             call.stage = OVER
             return NONE
-        if stage == QUEUED:
-            session.prefill.forget(call)
         events: list[Event] = [*session.decode.remove(now_s, call)]
+        if stage == QUEUED:
+            events += session.prefill.forget(now_s, call)
         if stage == SENDING or (stage == ASKING and not self._early):
             session.prefill.release(call)
             events += session.prefill.start(now_s)

@@ -30,14 +30,18 @@ from sglang_basin.policy.door import Door
 from sglang_basin.policy.lineage import Lineage
 from sglang_basin.policy.recording import RecordedDoor
 from sglang_basin.predictor.deployed import DeployedPredictor
+from sglang_basin.predictor.model_file import default_model_path, load_text_score
 from sglang_basin.predictor.payload import task_payload
 
 PROMPT_TOKENS = 200
 """Of an inferred session's first prompt, which of it is kept whatever its length; the last one is twice as long."""
 PEAK_TOKENS = (2_000, 120_000)
 WORDS = random.Random(2).choices([f"word{number}" for number in range(400)], k=300)
-TASK = task_payload({"model": "m", "messages": [{"role": "user", "content": " ".join(WORDS)}]})
-"""Of 2,000 characters, 210 different words."""
+TASK = task_payload(
+    {"model": "m", "messages": [{"role": "user", "content": " ".join(WORDS)}]},
+    text_score=load_text_score(default_model_path()),
+)
+"""What the HTTP process reads in a task of 2,000 characters, 210 different words."""
 GROWTH = 1.02
 """A live session's next prompt over its last one; medians of the recorded traces are 1.006 to 1.047."""
 SECONDS_BETWEEN_CALLS = 0.01

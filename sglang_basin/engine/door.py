@@ -18,7 +18,7 @@ from sglang_basin.policy.recording import RecordedDoor
 from sglang_basin.policy.reservation import law_named
 from sglang_basin.policy.shedding import SheddingSettings
 from sglang_basin.predictor.deployed import DeployedPredictor
-from sglang_basin.predictor.model_file import ModelFileError, default_model_path
+from sglang_basin.predictor.model_file import ModelFileError, named_model_path
 
 
 def door_for(
@@ -55,8 +55,7 @@ def door_for(
 
 def predictor_for(config: BasinConfig, rank: Rank = ONLY_RANK) -> DeployedPredictor:
     """Load the model and open the session log. Raises ConfigError naming the option when one of them cannot be used."""
-    named = {"seen": None, "trained": default_model_path()}
-    model = named[config.predictor] if config.predictor in named else Path(config.predictor)
+    model = named_model_path(config.predictor)
     session_log = None if config.session_log is None else Path(rank.file(config.session_log))
     try:
         return DeployedPredictor.from_files(model, session_log)

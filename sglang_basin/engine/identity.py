@@ -21,7 +21,9 @@ import msgspec
 from sglang_basin.config import BasinConfig
 from sglang_basin.engine.metrics import fault, metrics
 from sglang_basin.engine.openings import served_openings
+from sglang_basin.predictor.model_file import ModelFileError, load_text_score, named_model_path
 from sglang_basin.predictor.payload import Body, task_payload
+from sglang_basin.predictor.text import TextScore
 from sglang_basin.wire import (
     AGENT_HEADER,
     END_FIELD,
@@ -273,7 +275,7 @@ def stamp_request(original: Callable[..., Any], self: Any, obj: Any, request: An
             obj.kv_hints = _hints(obj.kv_hints, NO_STAMP)
             if request is not None:
                 on_decode = self.disaggregation_mode.value == "decode"
-                obj.kv_hints = _hints(obj.kv_hints, _look(obj, request, with_task=not on_decode and _uses_tasks()))
+                obj.kv_hints = _hints(obj.kv_hints, _look(obj, request, with_task=not on_decode))
         except Exception:  # noqa: BLE001 - identity must never cost a call
             fault("identity", "could not read a call's session; it is served without one")
     return original(self, obj, request)
@@ -302,15 +304,36 @@ def _look(obj: Any, request: Any, *, with_task: bool) -> Stamp:
         tools=fields.offers_tools(),
         starts_agent=found is None and fields.starts_agent(),
         tail_tokens=0 if found else _tail_tokens(obj, request),
-        task=task_payload(fields) if with_task else None,
+        task=_task(fields) if with_task else None,
     )
 
 
+def _task(fields: Fields) -> dict[str, Any] | None:
+    wanted = _wanted()
+    return task_payload(fields, text_score=wanted.text_score, keep_terms=wanted.terms) if wanted.tasks else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What this engine's predictor and its session log want to know of requests."""
+
+    tasks: bool = False
+    terms: bool = False
+    text_score: TextScore | None = None
+    """Of the predictor's model, so that the scheduler need not read words."""
+
+
 @functools.cache
-def _uses_tasks() -> bool:
-    """Whether this engine's predictor, or its session log, wants to know about tasks."""
+def _wanted() -> _Wanted:
     config = BasinConfig.from_environment(os.environ)
-    return config is not None and (config.predictor != "seen" or config.session_log is not None)
+    if config is None:
+        return _Wanted()
+    logs, model, text_score = config.session_log is not None, named_model_path(config.predictor), None
+    try:
+        text_score = None if model is None else load_text_score(model)
+    except ModelFileError:  # which the scheduler takes for an error
+        fault("identity", f"could not read the text score of {model}; the scheduler makes it from words")
+    return _Wanted(model is not None or logs, logs, text_score)
 
 
 def _tail_tokens(obj: Any, request: Any) -> int:

@@ -49,6 +49,10 @@ a second; a `trend` compares recent calls with all of them. `kin` are sessions o
 system prompt): their mean log peak less the log context. Changing this changes the model file's form.
 """
 
+_KNOWN_AT_FIRST = ("log_context", "log_first", "kin_over_context", "text_score", "log_text_characters")
+ZEROS_AT_FIRST = frozenset(place for place, name in enumerate(NAMES) if name not in _KNOWN_AT_FIRST)
+"""Columns that are 0 in the row of a first call that has just arrived."""
+
 SMALL_RESULT_TOKENS = 100
 LARGE_RESULT_TOKENS = 1500
 SMALL_OUTPUT_TOKENS = 60
@@ -56,6 +60,7 @@ LARGE_OUTPUT_TOKENS = 500
 SHRINK_SHARE = 0.8
 """A prompt below this share of the context before it counts as a compaction."""
 
+_ZEROS = (0.0,) * len(ZEROS_AT_FIRST)
 _RECENT = 0.3
 _log, _log1p = math.log, math.log1p
 
@@ -216,9 +221,15 @@ class History:
             self._output_counted,
         ) = _PACKED.unpack(packed)
 
+    def at_first(self) -> bool:
+        """Whether all that happened is that a first call has arrived."""
+        return self.calls == 1 and not self._output_counted
+
     def row(self, kin_log_peak: float, text_score: float, text_characters: int) -> list[float]:
         """The numbers in the order of `NAMES`; finite for whatever was taken in."""
         log_context = _log(self.context or 1)
+        if self.at_first():
+            return [log_context, log_context, *_ZEROS, kin_log_peak - log_context, text_score, _log1p(text_characters)]
         log_first = _log(self.first or 1)
         results, outputs = self.results or 1, self.outputs or 1
         mean_log_result = self.log_result_sum / results

@@ -11,20 +11,20 @@ questions stay.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_basin.predictor.tree_code import LEFT, Walk, walk_of
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MAX_TREES = 256
 MAX_DEPTH = 10
-LEFT = 1e30
-"""The threshold of a question that every row answers with no: below a leaf that lies above the last level."""
-
 _LEAST_WEIGHT = 1e-12
 """Of a leaf, so that what it says is not forgotten altogether before it has learned something else."""
 
@@ -79,16 +79,31 @@ class Forest:
         self._unit = 1.0
         self._means, self._squares = self.sums[1:] / self.sums[0]
         """Of the targets in each leaf."""
+        self._first_walk: Walk | None = None
+        self._first_places: dict[int, int] = {}  # the leaves that it asks for -> their places in these two:
+        self._first_means: list[float] = []
+        self._first_squares: list[float] = []
 
     @property
     def stages(self) -> int:
         return len(self._starts)
 
-    def moments(self, row: npt.NDArray[Any], stage: int) -> tuple[float, float]:
-        """Mean and variance (≥ 0) of the target for one row."""
-        leaves = self._leaves_of_row(row, stage)
-        mean = sum(self._means.take(leaves).tolist()) / len(leaves)
-        square = sum(self._squares.take(leaves).tolist()) / len(leaves)
+    def know_first(self, zeros: Collection[int]) -> None:
+        """The rows of first calls, all of stage 0, have zeros in these columns: turn what that leaves of their trees
+        into code, which takes some ten milliseconds and halves the time that such a row takes."""
+        self._first_walk, leaves = walk_of(self.questions[0], self.thresholds[0], zeros)
+        self._first_places = {leaf: place for place, leaf in enumerate(leaves)}
+        self._first_means, self._first_squares = self._means[leaves].tolist(), self._squares[leaves].tolist()
+
+    def moments(self, row: Sequence[float], stage: int, *, first: bool = False) -> tuple[float, float]:
+        """Mean and variance (≥ 0) of the target for one row; `first`, of a first call."""
+        trees = self.questions.shape[1]
+        if first and self._first_walk is not None:
+            mean, square = self._first_walk(row, self._first_means, self._first_squares)
+        else:
+            leaves = self._leaves_of_row(np.array(row), stage)
+            mean, square = sum(self._means.take(leaves).tolist()), sum(self._squares.take(leaves).tolist())
+        mean, square = mean / trees, square / trees
         return mean, max(0.0, square - mean * mean)
 
     def _leaves_of_row(self, row: npt.NDArray[Any], stage: int) -> npt.NDArray[np.intp]:
@@ -132,6 +147,9 @@ class Forest:
         weights, targets, squares = self.sums.take(touched, axis=1)
         self._means[touched] = targets / weights
         self._squares[touched] = squares / weights
+        for leaf in self._first_places.keys() & touched.tolist():
+            place = self._first_places[leaf]
+            self._first_means[place], self._first_squares[place] = float(self._means[leaf]), float(self._squares[leaf])
 
     def scaled(self, factor: float) -> Forest:
         """The same forest that holds so many times as firmly to its fit."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +29,7 @@ _ROW = struct.Struct(f"<B{len(NAMES) + PARTS}e")
 _ROWS = np.dtype([("place", "u1"), ("values", "<f2", (len(NAMES),)), ("parts", "<f2", (PARTS,))])
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(NamedTuple):
     """A prediction before it becomes quantiles."""
 
     row: Sequence[float]
@@ -48,39 +46,55 @@ class Lessons:
     """One session's: 9 bytes a stage and 69 a row. Half precision keeps three digits of what a session's rows say, more
     than they are worth."""
 
-    __slots__ = ("_errors", "_rows")
+    __slots__ = ("_errors", "_first", "_rows")
 
     def __init__(self) -> None:
         self._errors = self._rows = b""
+        self._first: Guess | None = None
+        """The first guess as it is: a new session's call is not to wait until it is packed."""
 
     def __len__(self) -> int:
         """Stages noted so far."""
-        return len(self._errors) // _ERROR.size
+        return 1 if self._first is not None else len(self._errors) // _ERROR.size
 
     def packed(self) -> bytes:
+        self._pack_first()
         return bytes((len(self._errors),)) + self._errors + self._rows
 
     def unpack(self, packed: bytes) -> None:
         """Become what was `packed`."""
-        rows_at = 1 + packed[0]
+        self._first, rows_at = None, 1 + packed[0]
         self._errors, self._rows = packed[1:rows_at], packed[rows_at:]
 
     def note(self, guess: Guess, draw: random.Random) -> None:
         """Take in a guess, if it is the first one of a stage after those noted."""
-        noted = len(self)
-        if noted and guess.stage <= self._errors[-_ERROR.size]:
+        if not len(self):
+            self._first = guess
             return
+        self._pack_first()
+        noted = len(self)
+        if guess.stage <= self._errors[-_ERROR.size]:
+            return
+        self._keep(guess, noted, noted if noted < KEPT_ROWS else draw.randrange(noted + 1))
+
+    def _keep(self, guess: Guess, noted: int, place: int) -> None:
         self._errors += _ERROR.pack(guess.stage, guess.log_context, guess.mean, guess.spread)
-        place = noted if noted < KEPT_ROWS else draw.randrange(noted + 1)
         if place < KEPT_ROWS:
             start, stop = place * _ROW.size, (place + 1) * _ROW.size
             row = _ROW.pack(noted, *guess.row, *guess.parts)
             self._rows = self._rows[:start] + row + self._rows[stop:]
 
+    def _pack_first(self) -> None:
+        if self._first is not None:
+            guess, self._first = self._first, None
+            self._keep(guess, 0, 0)
+
     def errors(self) -> npt.NDArray[Any]:
         """(stages,) records of `stage`, `log_context`, `mean` and `spread`, as guessed."""
+        self._pack_first()
         return np.frombuffer(self._errors, _ERRORS)
 
     def rows(self) -> npt.NDArray[Any]:
         """(at most KEPT_ROWS,) records of `place` among the errors, `values` and `parts`, as guessed."""
+        self._pack_first()
         return np.frombuffer(self._rows, _ROWS)

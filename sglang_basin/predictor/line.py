@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sglang_basin.predictor.features import ZEROS_AT_FIRST
+
 Floats = npt.NDArray[np.float64]
 
 CUT = 4.0
@@ -38,6 +40,9 @@ class Line:
         self.moment = np.array(moment, dtype=np.float64)
         self._places, self._middles = self.columns.tolist(), self.middle.tolist()
         self._inverses = (1.0 / self.scale).tolist()
+        zeros = np.isin(self.columns, list(ZEROS_AT_FIRST))
+        self._others_at_first = np.flatnonzero(~zeros).tolist()
+        self._zeros_at_first = np.where(zeros, np.clip(-self.middle / self.scale, -CUT, CUT), 0.0)
         self._ridge = np.diag([PENALTY] * len(self._places) + [1e-9])
         self._solve()
 
@@ -46,11 +51,16 @@ class Line:
         self._constant: float = solved.pop()
         self._slopes = np.array(solved)
         self._terms = list(zip(self._places, self._middles, self._inverses, solved, strict=True))
+        # In the row of a first call most numbers are 0: what they add is known.
+        self._constant_at_first = self._constant + float(self._slopes @ self._zeros_at_first)
+        self._terms_at_first = [self._terms[place] for place in self._others_at_first]
 
-    def value(self, row: Sequence[float]) -> float:
-        """The target for one row. Number by number: an array's operations cost more than these few."""
-        value = self._constant
-        for place, middle, inverse, slope in self._terms:
+    def value(self, row: Sequence[float], *, first: bool = False) -> float:
+        """The target for one row; `first`, of a first call. Number by number: an array's operations cost more."""
+        value, terms = self._constant, self._terms
+        if first:
+            value, terms = self._constant_at_first, self._terms_at_first
+        for place, middle, inverse, slope in terms:
             standard = (row[place] - middle) * inverse
             value += slope * (CUT if standard > CUT else -CUT if standard < -CUT else standard)
         return value

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_basin.predictor.features import NAMES, History
+from sglang_basin.predictor.features import NAMES, ZEROS_AT_FIRST, History
 from sglang_basin.predictor.forest import Forest
 from sglang_basin.predictor.lessons import Guess, Lessons
 from sglang_basin.predictor.line import Line
@@ -87,18 +87,25 @@ class PeakModel:
         self.tasks = Averages(capacity=self.settings.tasks, horizon=self.settings.horizon_sessions)
         self.kins = Averages(capacity=self.settings.kins, horizon=self.settings.horizon_sessions)
 
-    def subject(self, task: Task | None, kin: int | None) -> Subject:
+    def ready(self) -> PeakModel:
+        """Itself, for many new sessions: some ten milliseconds now, for microseconds of each first guess."""
+        self.forest.know_first(ZEROS_AT_FIRST)
+        return self
+
+    def subject(self, task: Task | None, kin: int | None, score: float | None = None) -> Subject:
+        """`score` is what `self.text` makes of the task, where that is known already."""
         if task is None:
             return Subject(kin)
-        score = self.text.score(task) if self.text is not None else 0.0
+        if score is None:
+            score = self.text.score(task) if self.text is not None else 0.0
         return Subject(kin, task.fingerprint, score, task.characters)
 
     def guess(self, history: History, subject: Subject) -> Guess:
         kin = self.kins.shrunk(subject.kin, self.log_peak)
         row = history.row(kin, subject.text_score, subject.characters)
-        at_stage = stage(history.calls)
-        of_forest, variance = self.forest.moments(np.array(row), at_stage)
-        of_trend, of_line = self.trend.value(row), self.line.value(row)
+        at_stage, first = stage(history.calls), history.at_first()
+        of_forest, variance = self.forest.moments(row, at_stage, first=first)
+        of_trend, of_line = self.trend.value(row, first=first), self.line.value(row, first=first)
         parts = (of_trend, of_line, of_forest)
         to_trend, to_line, to_forest = self.mixture.shares
         mean = to_trend * of_trend + to_line * of_line + to_forest * of_forest
@@ -114,10 +121,12 @@ class PeakModel:
     def quantiles(self, guess: Guess) -> list[float]:
         """The peak, in tokens, at each of `SHARES`."""
         context, mean, spread, exp = math.exp(guess.log_context), guess.mean, guess.spread, math.exp
-        return [
-            context * exp(min(max(0.0, mean + spread * score), MAX_LOG_GROWTH))
-            for score in self.calibration.scores(guess.stage)
-        ]
+        tokens = []
+        for score in self.calibration.scores(guess.stage):
+            growth = mean + spread * score
+            growth = 0.0 if growth < 0.0 else MAX_LOG_GROWTH if growth > MAX_LOG_GROWTH else growth
+            tokens.append(context * exp(growth))
+        return tokens
 
     def learn(self, lessons: Lessons, subject: Subject, peak_tokens: int) -> None:
         """A session has ended with this peak, after guesses of which these lessons are left."""

@@ -12,10 +12,10 @@ import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,6 +35,8 @@ MAX_FILE_BYTES = 32 * 2**20
 MAX_ENTRY_BYTES = 64 * 2**20
 KEPT_KEYS = 2_000
 """Agents that a file remembers. Tasks are not kept: their number has no bound, and they are a deployment's own."""
+
+Read = TypeVar("Read")
 
 _MEND = "fit a new one with python -m sglang_basin.fit_predictor"
 
@@ -63,6 +65,11 @@ _decode_header = msgspec.json.Decoder(_Header).decode
 def default_model_path() -> Path:
     """The model that comes with this package, fitted on the traces that may be passed on."""
     return Path(str(resources.files("sglang_basin.predictor") / "data" / "default.npz"))
+
+
+def named_model_path(name: str) -> Path | None:
+    """The file of `--basin-predictor NAME`: none for 'seen', the default's for 'trained', else the name itself."""
+    return None if name == "seen" else default_model_path() if name == "trained" else Path(name)
 
 
 def save_model(model: PeakModel, path: Path, *, fitted_on: dict[str, int]) -> None:
@@ -119,6 +126,20 @@ def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 def load_model(path: Path, settings: OnlineSettings | None = None) -> PeakModel:
     """Raises ModelFileError for whatever is not a whole model file of this version."""
+    return _of_file(path, lambda archive: _read(archive, settings))
+
+
+def load_text_score(path: Path) -> TextScore | None:
+    """The part of a model that reads task texts; None of a model without it. Raises ModelFileError as `load_model`."""
+
+    def read(archive: zipfile.ZipFile) -> TextScore | None:
+        _header(archive)
+        return _text(archive)
+
+    return _of_file(path, read)
+
+
+def _of_file(path: Path, read: Callable[[zipfile.ZipFile], Read]) -> Read:
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
@@ -126,7 +147,7 @@ def load_model(path: Path, settings: OnlineSettings | None = None) -> PeakModel:
                 f"{path}: {size:,} bytes, more than a model file may have ({MAX_FILE_BYTES:,}); {_MEND}"
             )
         with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive:
-            return _read(archive, settings)
+            return read(archive)
     except ModelFileError:
         raise
     except OSError as error:
@@ -147,7 +168,8 @@ def load_model(path: Path, settings: OnlineSettings | None = None) -> PeakModel:
         raise ModelFileError(f"{path}: not a whole {FORMAT} file ({error}); {_MEND}") from None
 
 
-def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakModel:
+def _header(archive: zipfile.ZipFile) -> _Header:
+    """Raises ValueError for one of another version or package."""
     header = _decode_header(_entry(archive, "header.json"))
     if header.format != FORMAT:
         raise ValueError(f"its format is {header.format[:80]!r}")
@@ -157,7 +179,18 @@ def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakMode
         raise ValueError("it was fitted with other features than this package computes")
     if header.shares != list(SHARES):
         raise ValueError(f"its quantiles are {header.shares[:10]}, this package uses {list(SHARES)}")
+    return header
 
+
+def _text(archive: zipfile.ZipFile) -> TextScore | None:
+    if "idf.npy" not in archive.namelist():
+        return None
+    idf = _array(archive, "idf", np.dtype(np.float32), (BUCKETS,))
+    return TextScore(idf.tolist(), _array(archive, "weights", np.dtype(np.float32), (BUCKETS,)).tolist())
+
+
+def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakModel:
+    header = _header(archive)
     questions = _array(archive, "questions", np.dtype(np.uint8))
     sizes = [1 << depth for depth in range(1, MAX_DEPTH + 1)]
     if questions.ndim != 3 or questions.shape[0] != STAGES or questions.shape[2] not in sizes:
@@ -174,17 +207,13 @@ def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakMode
     if not all(ascending(row) for row in scores.tolist()):
         raise ValueError("scores: must ascend")
     products = _array(archive, "mixture", np.dtype(np.float64), (3, 3))
-    text = None
-    if "idf.npy" in archive.namelist():
-        idf = _array(archive, "idf", np.dtype(np.float32), (BUCKETS,))
-        text = TextScore(idf.tolist(), _array(archive, "weights", np.dtype(np.float32), (BUCKETS,)).tolist())
     online = settings or OnlineSettings()
     model = PeakModel(
         _line(archive, "trend", TREND_COLUMNS),
         _line(archive, "line", range(len(NAMES))),
         Forest(questions, thresholds, sums),
         Calibration(scores, online.calibration_step),
-        text,
+        _text(archive),
         mixture=Mixture(products),
         log_peak=header.log_peak,
         settings=online,

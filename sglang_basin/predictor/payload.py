@@ -1,8 +1,10 @@
 """From a request's body to what the predictor may know of its session, small enough to travel to the scheduler.
 
 `task_payload` runs in the HTTP process on the raw body of any endpoint: chat, messages, responses, completions and
-generate. It gives JSON-able fingerprints and hashed word counts, at most a few KB, and no text unless asked to. The
-scheduler turns them back with `TaskFeatures.from_payload`, which trusts none of it.
+generate. It gives JSON-able fingerprints and what the model's text score makes of the task: one number, so that the
+scheduler need not read words. Without a text score, or for a session log, hashed word counts travel, too: at most a
+few KB, and no text unless asked to. The scheduler turns it back with `TaskFeatures.from_payload`, which trusts none of
+it.
 
 Agent and model are seen as a server sees them: by the start of the system prompt (which sessions of one agent share,
 numbers such as dates and versions aside) and the model's name.
@@ -12,9 +14,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import functools
 import itertools
 import json
+import math
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +33,7 @@ from sglang_basin.predictor.text import (
     MAX_CHARACTERS,
     MAX_MESSAGES,
     Task,
+    TextScore,
     content_text,
     read_task,
     task_text,
@@ -38,6 +43,8 @@ MAX_BODY_BYTES = 16 * 2**20
 """A larger body is not looked into: its session is predicted from its numbers alone."""
 MAX_TERMS = 1024
 """Hashed words that travel; of a text with more of them the most frequent."""
+MAX_SCORE = 20.0
+"""Of a text, to either side: no task's sessions get e^20 times as long as another's."""
 
 _KIN_CHARACTERS = 512
 _MODEL_CHARACTERS = 256
@@ -62,13 +69,20 @@ _decode_body = msgspec.json.Decoder(Body).decode
 _decode_element = json.JSONDecoder().raw_decode
 
 
-def task_payload(body: bytes | Body | Mapping[str, Any], *, keep_text: bool = False) -> dict[str, Any] | None:
+def task_payload(
+    body: bytes | Body | Mapping[str, Any],
+    *,
+    text_score: TextScore | None = None,
+    keep_terms: bool = False,
+    keep_text: bool = False,
+) -> dict[str, Any] | None:
     """What a body (raw, its fields, or parsed) says of its session; None where it says nothing or cannot be read. Never
     raises.
 
     About a millisecond for a task text of 8,000 characters, some ten microseconds when the text was seen lately, as on
-    a session's later calls; besides, a millisecond or two per MB of body. `keep_text` adds the text's start itself,
-    for a session log whose owner asked for texts.
+    a session's later calls; besides, a millisecond or two per MB of body. `text_score` is the model's; `keep_terms`
+    sends the words along with it, for a session log, and `keep_text` the text's start itself, where its owner asked for
+    texts.
     """
     try:
         found = _fields(body)
@@ -82,9 +96,12 @@ def task_payload(body: bytes | Body | Mapping[str, Any], *, keep_text: bool = Fa
     payload: dict[str, Any] = {}
     if kin is not None:
         payload["kin"] = f"{kin:016x}"
-    if text and (packed := _packed(text[:MAX_CHARACTERS])) is not None:
-        payload["task"], payload["terms"] = packed
-        payload["characters"] = len(text)
+    if text and (task := _task(head := text[:MAX_CHARACTERS])) is not None:
+        payload["task"], payload["characters"] = f"{task.fingerprint:016x}", len(text)
+        if text_score is not None:
+            payload["score"] = _score(head, text_score)
+        if text_score is None or keep_terms:
+            payload["terms"] = _terms(head)
         if keep_text:
             payload["text"] = text[:MAX_CHARACTERS].encode("utf-8", "replace").decode()
     return payload or None
@@ -165,17 +182,29 @@ def _agent(system: Any, messages: Any) -> str | None:
     return _NUMBERS.sub("0", start) or None
 
 
+# Remembered: a session sends its task's text with every call.
+
+
 @functools.lru_cache(maxsize=1024)
-def _packed(head: str) -> tuple[str, str] | None:
-    """(fingerprint, terms) of a text's start, as they travel. Remembered: a session sends it with every call."""
+def _task(head: str) -> Task | None:
+    """Of a text's start, with so many terms as may travel."""
     task = read_task(head)
-    if task is None:
-        return None
-    terms = task.terms
-    if len(terms) > MAX_TERMS:
-        terms = tuple(sorted(sorted(terms, key=lambda term: (-term[1], term[0]))[:MAX_TERMS]))
-    numbers = [number for term in terms for number in term]
-    return f"{task.fingerprint:016x}", base64.b64encode(struct.pack(f"<{len(numbers)}H", *numbers)).decode()
+    if task is None or len(task.terms) <= MAX_TERMS:
+        return task
+    kept = sorted(task.terms, key=lambda term: (-term[1], term[0]))[:MAX_TERMS]
+    return dataclasses.replace(task, terms=tuple(sorted(kept)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _score(head: str, text_score: TextScore) -> float:
+    return min(max(-MAX_SCORE, text_score.score(_task(head))), MAX_SCORE)
+
+
+@functools.lru_cache(maxsize=1024)
+def _terms(head: str) -> str:
+    task = _task(head)
+    numbers = [number for term in task.terms for number in term] if task is not None else []
+    return base64.b64encode(struct.pack(f"<{len(numbers)}H", *numbers)).decode()
 
 
 _Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
@@ -184,6 +213,7 @@ _Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 class _Payload(msgspec.Struct, forbid_unknown_fields=True):
     kin: _Hash | None = None
     task: _Hash | None = None
+    score: Annotated[float, msgspec.Meta(ge=-MAX_SCORE, le=MAX_SCORE)] | None = None
     terms: Annotated[str, msgspec.Meta(max_length=(4 * MAX_TERMS + 2) // 3 * 4)] = ""
     characters: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
     text: Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)] | None = None
@@ -195,6 +225,9 @@ class TaskFeatures:
 
     kin: int | None = None
     task: Task | None = None
+    """Without terms where none came."""
+    score: float | None = None
+    """What the model's text score made of the task; None where it is to be made of the terms."""
     text: str | None = None
 
     @classmethod
@@ -204,11 +237,13 @@ class TaskFeatures:
             read = msgspec.convert(payload, _Payload)
         except msgspec.ValidationError as error:
             raise ValueError(f"task payload: {error}") from None
+        if read.score is not None and not math.isfinite(read.score):
+            raise ValueError(f"task payload: score: must be a number, got {read.score}")
         kin = None if read.kin is None else int(read.kin, 16)
-        terms = _unpacked(read.terms)
+        terms = _unpacked(read.terms) if read.terms else ()
         if read.task is None:
             return cls(kin)
-        return cls(kin, Task(int(read.task, 16), read.characters, terms), read.text)
+        return cls(kin, Task(int(read.task, 16), read.characters, terms), read.score, read.text)
 
 
 def _unpacked(terms: str) -> tuple[tuple[int, int], ...]:

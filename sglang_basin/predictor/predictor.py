@@ -126,10 +126,12 @@ class TrainedPredictor:
         agent: str | None = None,
         model: str | None = None,
         kin: int | None = None,
+        score: float | None = None,
     ) -> None:
         """What is known beside the numbers, before the first `predict`; each part may be missing.
 
-        `task` is a text already read, `kin` the fingerprint of whatever agent's sessions have in common.
+        `task` is a text already read and `score` what the model's text score makes of it, `kin` the fingerprint of
+        whatever agent's sessions have in common.
         """
         if self.model is None:
             return
@@ -138,7 +140,7 @@ class TrainedPredictor:
             kin = kin if kin is not None else kin_of(agent, model)
             followed = self._follow(session_id)
             followed.subject = _UNKNOWN  # described all the same, should this fail
-            followed.subject = self.model.subject(task, kin)
+            followed.subject = self.model.subject(task, kin, score)
         except Exception as error:  # noqa: BLE001 - a prediction must never cost a call
             self.failed(error)
 

@@ -24,6 +24,7 @@ from sglang_basin.engine.identity import (
     stamp_of,
     stamp_request,
 )
+from sglang_basin.predictor.model_file import default_model_path, load_text_score
 from sglang_basin.predictor.payload import task_payload
 from sglang_basin.wire import PARENT_HEADERS, SESSION_HEADERS
 
@@ -252,11 +253,35 @@ def test_the_task_travels_to_where_a_predictor_reads_it(
 ) -> None:
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, BasinConfig(predictor=predictor).to_json())
     monkeypatch.setattr(MANAGER, "disaggregation_mode", SimpleNamespace(value=mode))
-    identity._uses_tasks.cache_clear()
+    identity._wanted.cache_clear()
     sent = body(messages=[{"role": "user", "content": "Mend the parser so that it reads dates."}])
     task = stamp_of(through_the_http_process(sent)).task
-    identity._uses_tasks.cache_clear()
-    assert task == (task_payload(sent) if expected else None)
+    identity._wanted.cache_clear()
+    text_score = load_text_score(default_model_path())
+    assert task == (task_payload(sent, text_score=text_score) if expected else None)
+
+
+def test_a_session_log_wants_the_words_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MANAGER, "disaggregation_mode", SimpleNamespace(value="prefill"))
+    sent = body(messages=[{"role": "user", "content": "Mend the parser so that it reads dates."}])
+    for predictor, parts in (("trained", {"score", "terms"}), ("seen", {"terms"})):
+        config = BasinConfig(predictor=predictor, session_log="log")
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, config.to_json())
+        identity._wanted.cache_clear()
+        task = stamp_of(through_the_http_process(sent)).task
+        assert task is not None
+        assert task.keys() & {"score", "terms"} == parts
+    identity._wanted.cache_clear()
+
+
+def test_a_model_that_cannot_be_read_costs_its_score_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MANAGER, "disaggregation_mode", SimpleNamespace(value="prefill"))
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, BasinConfig(predictor="missing.npz").to_json())
+    identity._wanted.cache_clear()
+    sent = body(messages=[{"role": "user", "content": "Mend the parser so that it reads dates."}])
+    task = stamp_of(through_the_http_process(sent)).task
+    identity._wanted.cache_clear()
+    assert task == task_payload(sent)
 
 
 def test_a_call_without_a_name_is_stamped_too() -> None:

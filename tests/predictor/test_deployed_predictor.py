@@ -51,6 +51,22 @@ def test_what_the_request_tells_is_used(model):
     assert deployed.counts.failures == deployed.counts.fallbacks == 0
 
 
+def test_a_score_from_the_http_process_counts_as_one_made_here(model):
+    """And one that cannot be is counted, not used."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "task 1 refactor everything alpha"}]}
+    scored = task_payload(body, text_score=model.text)
+    assert "terms" not in scored
+    deployed = DeployedPredictor(model)
+    sessions = {"terms": LONG, "score": scored, "foreign": {**scored, "score": 1e9}, "nothing": None}
+    tokens = {}
+    for name, payload in sessions.items():
+        deployed.describe(name, payload)
+        tokens[name] = deployed.predict(Session(name, 0.0, 2000, 0.0, calls_seen=1, first_tokens=2000)).tokens
+    assert tokens["score"] == tokens["terms"]
+    assert tokens["foreign"] == tokens["nothing"] != tokens["terms"]
+    assert deployed.counts.failures == 1
+
+
 def test_sessions_are_logged_as_they_were_served(model, tmp_path):
     deployed = DeployedPredictor(model, SessionLogThread(SessionLog(tmp_path / "log")))
     door = door_with(deployed)

@@ -11,14 +11,18 @@ from sklearn.tree import ExtraTreeRegressor
 from sglang_basin.policy.prediction import SHARES
 from sglang_basin.predictor.baseline import Baseline
 from sglang_basin.predictor.evaluate import cross_validate, score
-from sglang_basin.predictor.features import NAMES, History
+from sglang_basin.predictor.features import NAMES, ZEROS_AT_FIRST, History
 from sglang_basin.predictor.fitted import Frozen
-from sglang_basin.predictor.forest import LEFT, Forest, ForestSettings, fit_forest
+from sglang_basin.predictor.forest import Forest, ForestSettings, fit_forest
 from sglang_basin.predictor.lessons import Lessons
 from sglang_basin.predictor.line import fit_line
 from sglang_basin.predictor.model import Subject, above_zero
+from sglang_basin.predictor.model_file import default_model_path, load_model
 from sglang_basin.predictor.online import FIRST_CALLS, Averages, Calibration, Mixture, stage
 from sglang_basin.predictor.training import fit_model
+from sglang_basin.predictor.tree_code import LEFT
+
+SHIPPED = load_model(default_model_path())
 
 
 def test_the_model_learns_what_there_is_to_learn():
@@ -111,6 +115,35 @@ def test_a_walk_of_several_levels_comes_to_the_same_leaves(depth):
     found = np.array([forest.moments(row, int(stage)) for row, stage in zip(rows, stages, strict=True)])
     assert np.allclose(found[:, 0], means)
     assert np.allclose(found[:, 1], variances)
+
+
+@given(st.integers(1, 7), st.integers(0, 10_000))
+def test_the_code_for_first_calls_says_what_the_arrays_say(depth, seed):
+    """Whatever columns are known to be 0, and after the leaves have learned."""
+    rng = np.random.default_rng(seed)
+    size, trees, columns = 1 << depth, 3, 6
+    questions = rng.integers(0, columns, size=(2, trees, size))
+    thresholds = np.where(rng.random((2, trees, size)) < 0.2, LEFT, rng.normal(size=(2, trees, size)))
+    thresholds[rng.random(thresholds.shape) < 0.1] = 0.0
+    forest = Forest(questions, thresholds, 1 + rng.random((3, 2 * trees * size)))
+    zeros = rng.choice(columns, size=rng.integers(0, columns + 1), replace=False).tolist()
+    forest.know_first(zeros)
+    for _ in range(3):
+        row = np.where(np.isin(np.arange(columns), zeros), 0.0, rng.normal(size=columns)).tolist()
+        assert forest.moments(row, 0, first=True) == pytest.approx(forest.moments(row, 0), rel=1e-12)
+        forest.add(np.array([row, rng.normal(size=columns)]), np.array([0, 1]), rng.normal(size=2), 0.5, 1 / 50)
+
+
+@given(st.integers(1, 10**7), st.floats(-9, 9), st.integers(0, 10**6), st.floats(0, 16))
+def test_a_first_guess_in_short_is_the_one_in_full(tokens, score, characters, kin):
+    """The columns taken for 0 are 0, and leaving them out changes nothing but roundings."""
+    history = History()
+    history.advance(1, tokens)
+    assert history.at_first()
+    row = history.row(kin, score, characters)
+    assert not any(row[place] for place in ZEROS_AT_FIRST)
+    assert SHIPPED.line.value(row, first=True) == pytest.approx(SHIPPED.line.value(row), rel=1e-9, abs=1e-9)
+    assert SHIPPED.trend.value(row, first=True) == pytest.approx(SHIPPED.trend.value(row), rel=1e-9, abs=1e-9)
 
 
 def test_forest_one_row_as_many():

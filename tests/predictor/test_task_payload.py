@@ -1,14 +1,16 @@
 import dataclasses
 import json
+import math
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_basin.predictor.payload import MAX_BODY_BYTES, MAX_TERMS, TaskFeatures, task_payload
-from sglang_basin.predictor.text import MAX_CHARACTERS, read_task
+from sglang_basin.predictor.payload import MAX_BODY_BYTES, MAX_SCORE, MAX_TERMS, TaskFeatures, task_payload
+from sglang_basin.predictor.text import BUCKETS, MAX_CHARACTERS, TextScore, read_task
 
 TASK = "Fix the parser: nested lists fail with a RecursionError in module 7"
 SYSTEM = "You are a coding agent. Today is 2026-01-05. Work in /home/me/project."
@@ -155,6 +157,10 @@ def test_any_bytes(body):
     [
         ({"kin": "xyz"}, "kin"),
         ({"kin": 7}, "kin"),
+        ({"score": "1.0"}, "score"),
+        ({"score": MAX_SCORE + 0.01}, "score"),
+        ({"score": -math.inf}, "score"),
+        ({"score": math.nan}, "score"),
         ({"task": "0" * 17}, "task"),
         ({"terms": "A" * 10_000}, "terms"),
         ({"terms": "!!!!"}, "terms"),
@@ -173,6 +179,21 @@ def test_a_foreign_payload_is_refused_by_name(change, says):
         TaskFeatures.from_payload(payload)
 
 
+@given(st.text(max_size=300), st.integers(1, 300))
+def test_a_score_that_travels_is_the_one_made_of_the_terms(text, size):
+    """Whichever process makes it; and it is within what may travel."""
+    weights = np.random.default_rng(size).normal(size=BUCKETS) * size
+    text_score = TextScore(np.linspace(1.0, 9.0, BUCKETS).tolist(), weights.tolist())
+    body = {"messages": [{"role": "user", "content": text}]}
+    terms = TaskFeatures.from_payload(task_payload(body) or {})
+    score = TaskFeatures.from_payload(task_payload(body, text_score=text_score) or {})
+    both = TaskFeatures.from_payload(task_payload(body, text_score=text_score, keep_terms=True) or {})
+    assert both == dataclasses.replace(terms, score=both.score)
+    if terms.task is not None:
+        assert score == dataclasses.replace(both, task=dataclasses.replace(terms.task, terms=()))
+        assert score.score == max(-MAX_SCORE, min(MAX_SCORE, text_score.score(terms.task)))
+
+
 @pytest.mark.parametrize("payload", [None, 7, [], "x"])
 def test_no_payload(payload):
     with pytest.raises(ValueError, match="task payload"):
@@ -185,4 +206,4 @@ def test_any_payload_is_read_or_refused(payload):
         features = TaskFeatures.from_payload(payload)
     except ValueError:
         return
-    assert set(dataclasses.asdict(features)) == {"kin", "task", "text"}
+    assert set(dataclasses.asdict(features)) == {"kin", "task", "score", "text"}

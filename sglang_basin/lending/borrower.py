@@ -231,6 +231,7 @@ class Borrower:
     def drain(self) -> bool:
         """Before the pool is reset: whether no slot is on its way any more, after waiting a little for those that
         are. The same on all ranks."""
+        self.seats.begin_turn()  # a lock would outlive the tree that it is on
         for _ in range(DRAIN_TURNS):
             if not self.private_tokens:
                 break
@@ -243,7 +244,7 @@ class Borrower:
         come or will not come. Called each turn until it says so."""
         if (part := self._parts.get(req.rid)) is not None:
             return part.near
-        if req.rid not in self.seats and not self._seat(req):
+        if req.rid not in self.seats and not req.kv.holds_kv and not self._seat(req):
             return False
         chance = chance_of(req)
         if chance.judged:

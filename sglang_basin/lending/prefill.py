@@ -5,6 +5,7 @@ Each of these is a pass-through until `attach` has built the borrower, and again
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -176,6 +177,8 @@ def _or_off(act: Callable[[], T], otherwise: T) -> T:
     except Exception:  # noqa: BLE001 - whatever it was, the calls must go on
         fault("lending", "lending failed and is off until a restart; what is missing is computed")
         _lost_tokens += _borrower.private_tokens
+        with contextlib.suppress(Exception):
+            _borrower.seats.give_up()  # what they lock could never be evicted again
         _borrower = None
         metrics().lending_up.set(0)
         return otherwise

@@ -187,6 +187,41 @@ def test_calls_that_wait_for_the_pool_do_not_evict_each_others_parts() -> None:
     world.check()
 
 
+def test_a_call_that_left_just_before_the_cache_is_flushed_holds_no_lock_on_it() -> None:
+    world = World(16, prefill_tokens=512)
+    world.prefill.cache(prompt(160))
+    req = world.arrive([*prompt(160), 1])
+    world.bootstrap(req)
+    world.leave(req)
+    assert world.borrower.drain()
+    assert world.prefill.tree.protected_size() == 0
+
+
+def test_a_fault_leaves_nothing_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(16, prefill_tokens=512)
+    world.prefill.cache(prompt(160))
+    world.bootstrap(world.arrive([*prompt(160), 1]))
+    assert world.prefill.tree.protected_size() == 160
+    monkeypatch.setattr(prefill, "_borrower", world.borrower)
+    monkeypatch.setattr(world.borrower, "settle", lambda: 1 / 0)
+    prefill.settle(None)
+    assert prefill._borrower is None
+    assert world.prefill.tree.protected_size() == 0
+
+
+def test_a_call_that_has_been_computed_needs_no_room() -> None:
+    """Late allocation on decode: the call is bootstrapped when its prompt is done."""
+    world = World(16, prefill_tokens=256)
+    world.prefill.cache(prompt(160))
+    world.prefill.allocate(96)
+    lock = world.prefill.tree.lock(world.prefill.find(prompt(160)).last_device_node)
+    world.scheduler.disagg_prefill_inflight_queue.append("this call")
+    req = world.arrive(prompt(160))
+    req.kv.holds_kv = True
+    assert world.turn(req)
+    world.prefill.tree.unlock(lock)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(17, 400), st.floats(0, 1), st.floats(0, 1)), min_size=2, max_size=7),

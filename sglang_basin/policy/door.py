@@ -471,12 +471,12 @@ class Door:
         shared_tokens = min(session.shared_tokens, context_tokens)
         return shared_tokens, shared_tokens
 
-    def _rearm(self) -> bool:
+    def _rearm(self, budget_tokens: int) -> bool:
         """Whether admission holds sessions now: from above the budget on, until well below it with nobody waiting."""
         need = self._need()
-        if need > self.budget.tokens:
+        if need > budget_tokens:
             self._armed = True
-        elif not self._queue and need < DISARM_SHARE * self.budget.tokens:
+        elif not self._queue and need < DISARM_SHARE * budget_tokens:
             self._armed = False
         return self._armed
 
@@ -493,9 +493,10 @@ class Door:
     def _fit(self, session: Session) -> Reason:
         if not self._live:
             return Reason.NOBODY_LIVE
-        if not self._rearm():
+        budget_tokens = self.budget.tokens
+        if not self._rearm(budget_tokens):
             return Reason.BELOW_BUDGET
-        return Reason.FITS if self._need(session) <= self.budget.tokens else Reason.NO_HEADROOM
+        return Reason.FITS if self._need(session) <= budget_tokens else Reason.NO_HEADROOM
 
     def _head(self) -> Session | None:
         """The first waiting session that has a call to let in."""

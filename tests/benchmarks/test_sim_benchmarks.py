@@ -43,7 +43,7 @@ def test_page_is_what_the_results_say() -> None:
 
 def test_every_script_has_its_result() -> None:
     scripts = {path.stem.removeprefix("sim_") for path in sim_readme.PAGE.parent.glob("sim_*.py")}
-    scripts -= {"rooms", "held_out", "readme", "all"}
+    scripts -= {"rooms", "held_out", "readme", "all", "lending"}  # the last one prints a table of the README
     assert scripts == {finding["name"] for finding in FINDINGS} - {"predictor_ablation"}
     assert scripts == set(sim_all.SCRIPTS)
 

@@ -49,6 +49,11 @@ class Drill:
     clock: Path
 
 
+QUEUES = "61"
+"""SGLang's queues to send KV from. It takes one by a decode's port, modulo their number: with its own 4, two decodes
+share one every fourth time, and a frozen decode then holds up what goes to the other."""
+
+
 @pytest.fixture(scope="module")
 def drill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
     clock = tmp_path_factory.mktemp("drill") / "clock"
@@ -71,6 +76,8 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
             "FAKETIME_TIMESTAMP_FILE": str(clock),
             "FAKETIME_CACHE_DURATION": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "SGLANG_DISAGGREGATION_QUEUE_SIZE": QUEUES,
+            "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": QUEUES,
         },
         port=0,
         log_dir=LOGS / "drill",

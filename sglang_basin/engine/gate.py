@@ -148,12 +148,11 @@ def clear_dropped_rooms(result: Any, self: Any, local_reqs: Any = None) -> list[
 
 
 def _left(req: Any) -> None:
-    if _here.rooms is not None and req.bootstrap_room is not None:
-        _here.rooms.end(req.bootstrap_room, time.monotonic())
-    if _here.gate is None:
-        return
     try:
-        _here.gate.left(req)
+        if _here.rooms is not None and req.bootstrap_room is not None:
+            _here.rooms.end(req.bootstrap_room, time.monotonic())
+        if _here.gate is not None:
+            _here.gate.left(req)
     except Exception:  # noqa: BLE001
         fault("left", "could not note the end of a call; its session will end by idle time-out")
 

@@ -585,6 +585,21 @@ def test_a_gate_that_fails_in_mid_turn_loses_no_request(pair: Pair, monkeypatch:
     assert gate.pull(lambda self: [7], None) == [7], "from then on SGLang is left alone"
 
 
+@pytest.mark.parametrize("failing", ["rooms", "gate"])
+def test_an_end_that_cannot_be_noted_does_not_reach_the_scheduler(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    part = SimpleNamespace(end=broken, left=broken)
+    rooms, own = (part, None) if failing == "rooms" else (None, part)
+    monkeypatch.setattr(gate, "_here", gate._Attached(own, rooms))
+    faults: list[str] = []
+    monkeypatch.setattr(gate, "fault", lambda where, what: faults.append(where))
+    ended = SimpleNamespace(finished_reason="length", bootstrap_room=5)
+    gate.calls_left(None, None, [ended, SimpleNamespace(finished_reason=None)])
+    gate.call_aborted(None, None, None, ended)
+    assert faults == ["left", "left"]
+
+
 @pytest.mark.parametrize("failing", ["_tell_copy", "_answer"])
 def test_a_gate_that_fails_as_it_lets_a_call_go_loses_it_not(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, failing: str

@@ -52,20 +52,24 @@ class IdleTimeout:
         self._longest_s = longest_s
         self._shortest_s = shortest_s
         self._recent: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._long: list[float] = []  # those of them that would make the time-out longer than the shortest, ascending
         self._given_up: OrderedDict[str, float] = OrderedDict()  # session id -> last active
 
     def resumed(self, pause_s: float) -> None:
         """A live session called again after `pause_s` without a call."""
         if self._shortest_s is None:
             return
-        self._recent.append(pause_s)
-        bisect.insort(self._sorted, pause_s)
-        if len(self._recent) > MEMORY_PAUSES:
-            del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
-        if len(self._sorted) >= LEAST_PAUSES:
-            high_s = self._sorted[int(QUANTILE * (len(self._sorted) - 1))]
-            self.timeout_s = min(self._longest_s, max(self._shortest_s, FACTOR * high_s))
+        recent, long = self._recent, self._long
+        recent.append(pause_s)
+        if FACTOR * pause_s > self._shortest_s:
+            bisect.insort(long, pause_s)
+        if len(recent) > MEMORY_PAUSES and FACTOR * (oldest_s := recent.popleft()) > self._shortest_s:
+            del long[bisect.bisect_left(long, oldest_s)]
+        if len(recent) >= LEAST_PAUSES:
+            above = len(recent) - int(QUANTILE * (len(recent) - 1))  # the quantile and what is longer
+            self.timeout_s = self._shortest_s
+            if above <= len(long):
+                self.timeout_s = min(self._longest_s, FACTOR * long[-above])
 
     def given_up(self, session_id: str, last_active_s: float) -> None:
         """The session was ended for being idle since `last_active_s`."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_basin.policy.idle import FACTOR, LEAST_PAUSES, IdleTimeout, MeanPause
+from sglang_basin.policy.idle import FACTOR, LEAST_PAUSES, QUANTILE, IdleTimeout, MeanPause
 
 
 def seen(pauses_s: list[float], longest_s: float = 600.0, shortest_s: float | None = 60.0) -> IdleTimeout:
@@ -47,6 +47,17 @@ def test_bounds_in_the_wrong_order_are_an_error_that_names_the_option() -> None:
 @settings(max_examples=50, deadline=None)
 def test_it_stays_within_its_bounds(pauses_s: list[float], shortest_s: float, longest_s: float) -> None:
     assert shortest_s <= seen(pauses_s, longest_s, shortest_s).timeout_s <= longest_s
+
+
+@given(st.lists(st.floats(0, 1_000), min_size=5, max_size=60), st.floats(0, 300))
+def test_it_follows_the_quantile_of_the_pauses_remembered(pauses_s: list[float], shortest_s: float) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sglang_basin.policy.idle.LEAST_PAUSES", 5)
+        patch.setattr("sglang_basin.policy.idle.MEMORY_PAUSES", 20)
+        timeout_s = seen(pauses_s, shortest_s=shortest_s).timeout_s
+    recent_s = sorted(pauses_s[-20:])
+    high_s = recent_s[int(QUANTILE * (len(recent_s) - 1))]
+    assert timeout_s == min(600.0, max(shortest_s, FACTOR * high_s))
 
 
 def test_the_mean_pause_follows_the_latest_ones() -> None:

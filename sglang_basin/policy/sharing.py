@@ -15,6 +15,7 @@ and is shared exactly among those who live (`FirstPrompts`).
 from __future__ import annotations
 
 import bisect
+import math
 from collections import OrderedDict, deque
 
 WINDOW = 64
@@ -50,17 +51,16 @@ class SharedFront:
         if len(self._recent) > WINDOW:
             del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
         self.tokens = self._agreed() if len(self._recent) >= MIN_SEEN else 0
-        self.expected_tokens = sum(min(found, self.tokens) for found in self._sorted) // len(self._sorted)
+        shorter = bisect.bisect_left(self._sorted, self.tokens)
+        whole = len(self._sorted) - shorter  # so many found all of it
+        self.expected_tokens = (sum(self._sorted[:shorter]) + whole * self.tokens) // len(self._sorted)
 
     def _agreed(self) -> int:
         found = self._sorted
-        quorum = max(2, QUORUM * len(found))
-        end = len(found)
-        for start in range(len(found) - 1, -1, -1):
+        quorum = max(2, math.ceil(QUORUM * len(found)))
+        for start in range(len(found) - quorum, -1, -1):
             length = found[start]
-            while found[end - 1] > length + max(SLACK_TOKENS, SLACK_SHARE * length):
-                end -= 1
-            if end - start >= quorum:
+            if found[start + quorum - 1] <= length + max(SLACK_TOKENS, SLACK_SHARE * length):
                 return length
         return 0
 

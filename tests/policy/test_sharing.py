@@ -73,6 +73,7 @@ def test_the_front_is_a_length_that_a_quorum_of_the_window_agrees_on(found: list
         return sum(length <= one <= length + slack for one in recent) >= max(2, QUORUM * len(recent))
 
     assert front.tokens == max((one for one in recent if agree(one)), default=0)
+    assert front.expected_tokens == sum(min(one, front.tokens) for one in recent) // len(recent)
 
 
 def make_door(budget_tokens: int, *, shared_once: bool = True) -> Door:

@@ -60,23 +60,31 @@ class Budget:
         if not 0 <= settings.band < 1:
             raise ValueError(f"budget band: must be at least 0 and below 1, got {settings.band}")
         self.settings = settings
-        self.capacity_tokens = max(1, capacity_tokens)
+        """Replaced by others, they hold from the next observation on."""
         self.factor = 1.0
         self.high_hit_rate = settings.healthy_hit_rate
         """The deployment's own high stretch: what the hit rate is while the working set is well below the budget."""
+        self.capacity_tokens = max(1, capacity_tokens)
 
     @property
-    def reference_tokens(self) -> int:
+    def capacity_tokens(self) -> int:
+        """With it `reference_tokens` and `tokens` change: computed here, since the door reads them at each decision."""
+        return self._capacity_tokens
+
+    @capacity_tokens.setter
+    def capacity_tokens(self, tokens: int) -> None:
+        self._capacity_tokens = tokens
         settings = self.settings
+        self.reference_tokens = tokens
         if settings.fixed_tokens is not None:
-            return settings.fixed_tokens
-        if settings.knee_tokens is None:
-            return self.capacity_tokens
-        return max(1, int(min(settings.knee_share * settings.knee_tokens, self.capacity_tokens)))
+            self.reference_tokens = settings.fixed_tokens
+        elif settings.knee_tokens is not None:
+            self.reference_tokens = max(1, int(min(settings.knee_share * settings.knee_tokens, tokens)))
+        self._move(self.factor)
 
-    @property
-    def tokens(self) -> int:
-        return max(1, int(self.factor * self.reference_tokens))
+    def _move(self, factor: float) -> None:
+        self.factor = factor
+        self.tokens = max(1, int(factor * self.reference_tokens))
 
     def observe(self, view: EngineView, *, queued: bool, reserved_tokens: float, pause_s: float | None = None) -> None:
         """Follow the engine: its capacity at once, its hit rate within the band. `pause_s`: between two calls of a
@@ -92,6 +100,6 @@ class Budget:
             self.high_hit_rate = max(self.high_hit_rate, LOWEST_HIGH_SHARE * settings.healthy_hit_rate)
         high = self.high_hit_rate
         if view.hit_rate < high - 2 * settings.tolerance:
-            self.factor = max(1 - settings.band, self.factor - settings.step_down)
+            self._move(max(1 - settings.band, self.factor - settings.step_down))
         elif queued and view.hit_rate >= high - settings.tolerance:
-            self.factor = min(1 + settings.band, self.factor + settings.step_up)
+            self._move(min(1 + settings.band, self.factor + settings.step_up))

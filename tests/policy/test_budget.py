@@ -41,6 +41,15 @@ def test_the_knee_caps_the_reference_and_a_fixed_budget_beats_both() -> None:
     assert Budget(BudgetSettings(knee_tokens=1000, fixed_tokens=7), 500).reference_tokens == 7
 
 
+def test_a_capacity_or_settings_that_are_given_later_hold_like_the_first_ones() -> None:
+    budget = Budget(BudgetSettings(knee_tokens=1000), 500)
+    budget.capacity_tokens = 2_000
+    assert (budget.reference_tokens, budget.tokens) == (900, 900)
+    budget.settings = BudgetSettings(fixed_tokens=7)
+    budget.observe(view(None), queued=False, reserved_tokens=0)
+    assert (budget.reference_tokens, budget.tokens) == (7, 7)
+
+
 def test_it_loosens_while_sessions_queue_on_the_high_stretch_and_tightens_off_it() -> None:
     budget = Budget(BudgetSettings(band=0.2), 1000)
     for _ in range(100):

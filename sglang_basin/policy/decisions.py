@@ -6,8 +6,8 @@ it to be guessed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Reason(Enum):
@@ -46,8 +46,7 @@ class Reason(Enum):
     """On decode: prefill's door was asked in vain, and the call goes on as in stock SGLang."""
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(NamedTuple):
     """The call goes on to SGLang now. `waited_s` is its time at the door."""
 
     call_id: str
@@ -55,8 +54,7 @@ class Admit:
     waited_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Queue:
+class Queue(NamedTuple):
     """The call waits at the door: its session needs `need_tokens`, `free_tokens` of the budget are free."""
 
     call_id: str
@@ -67,8 +65,7 @@ class Queue:
     """Sessions that wait before this one, at most: some of them may have given up meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(NamedTuple):
     """The call is answered 503 now; the client may come back after `retry_after_s`."""
 
     call_id: str

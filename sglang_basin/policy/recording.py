@@ -205,8 +205,7 @@ def _names(sessions: list[Session]) -> list[str]:
 def _plain(answer: Any) -> Any:
     """An answer as JSON: decisions become their kind and fields, reasons their names."""
     if isinstance(answer, Admit | Queue | Refuse):
-        fields = [getattr(answer, field.name) for field in dataclasses.fields(answer)]
-        return [type(answer).__name__, *(getattr(value, "value", value) for value in fields)]
+        return [type(answer).__name__, *(getattr(value, "value", value) for value in answer)]
     if isinstance(answer, list | tuple):
         return [_plain(part) for part in answer]
     return answer

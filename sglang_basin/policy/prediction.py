@@ -63,7 +63,7 @@ class PeaksSeen:
 
     def __init__(self, memory: int = 512) -> None:
         self._recent: deque[int] = deque()
-        self._sorted: list[int] = []
+        self._sorted: list[float] = []
         self._memory = memory
 
     def predict(self, session: Session) -> Prediction:
@@ -71,11 +71,12 @@ class PeaksSeen:
         first = bisect.bisect_left(self._sorted, now_tokens)
         count = len(self._sorted) - first
         if count < self.MIN_SEEN:
-            return Prediction(tuple(now_tokens * factor for factor in self.BLIND))
-        return Prediction(tuple(float(self._sorted[first + int(share * (count - 1))]) for share in SHARES))
+            return Prediction(tuple([now_tokens * factor for factor in self.BLIND]))
+        reached = self._sorted
+        return Prediction(tuple([reached[first + int(share * (count - 1))] for share in SHARES]))
 
     def learn(self, session: Session) -> None:
-        bisect.insort(self._sorted, session.peak_tokens)
+        bisect.insort(self._sorted, float(session.peak_tokens))
         self._recent.append(session.peak_tokens)
         if len(self._recent) > self._memory:
             del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]

@@ -45,8 +45,8 @@ from sglang_basin.policy.interface import EngineView
 from sglang_basin.policy.pausing import PausedSessions, PauseSettings, victims
 from sglang_basin.policy.prediction import PeakPredictor
 from sglang_basin.policy.priority import ArrivalOrder
-from sglang_basin.policy.reservation import Reservation, ReservationLaw
-from sglang_basin.policy.sessions import NO_CALLS, Call, Session, Stage
+from sglang_basin.policy.reservation import ReservationLaw
+from sglang_basin.policy.sessions import DECODING, HELD, NO_CALLS, PREFILLING, Call, Session
 from sglang_basin.policy.sharing import FirstPrompts, SharedFront
 from sglang_basin.policy.shedding import Rates, SheddingSettings
 
@@ -131,6 +131,15 @@ class Door:
 
     name = "basin"
 
+    __slots__ = (  # beyond 30 attributes an object's own table is slow: a decision takes a tenth longer
+        *("settings", "law", "budget", "_by", "_predictor", "_max_waiting", "_shedding", "_rates", "_pausing"),
+        *("_live", "_waiting", "_queue", "_away", "_answered", "_turned_away", "_calls", "_held", "_paused"),
+        *("_idle", "_pauses", "_front", "_fronts", "_prompts"),
+        *("_reserved_tokens", "_reserved_variance", "_working_set_tokens", "_once_tokens", "_credited_tokens"),
+        *("_leaving_tokens", "_held_count", "_tickets", "_armed", "_rescued", "_sent_back", "_ended"),
+        *("_next_look_s", "_next_shed_s", "_now_s"),
+    )
+
     def __init__(
         self,
         settings: DoorSettings,
@@ -165,7 +174,8 @@ class Door:
         self._reserved_variance = 0.0
         self._working_set_tokens = 0
         self._front = SharedFront()
-        self._fronts: list[int] = []  # what each live session is credited with of it, ascending
+        self._fronts: list[int] = []  # what live sessions are credited with of it, ascending
+        self._once_tokens = 0  # the longest of these, which counts once: the others are parts of it
         self._prompts = FirstPrompts()
         self._credited_tokens = 0  # all that live sessions are credited with
         self._held_count = 0
@@ -206,57 +216,58 @@ class Door:
             return Admit(call_id, Reason.NO_IDENTITY)
 
         session = self._known(session_id)
-        is_new = session is None
+        call = Call(call_id, session_id, prompt_tokens, now_s, PREFILLING, ends_session)
         if session is None:
-            session = Session(session_id, now_s, prompt_tokens, now_s, first_tokens=prompt_tokens, parent_id=parent_id)
-        session.calls_seen += 1
-        ran_a_tool = (session.live or session.paused) and not session.calls
-        session.pause_s = now_s - session.last_active_s if ran_a_tool else 0.0
-        if ran_a_tool:
-            self._pauses.note(session.pause_s)
-        self._set_context(session, session.context_with(prompt_tokens))
-        if is_new:
-            session.prompt_id = prompt_id
-            session.priority = self._by.priority(now_s, session.predicted_peak(self.settings.peak_share))
-            if self._turned_away.pop(session_id, None) is None:
-                self._rates.arrived(now_s)  # a client that comes again is no new demand
-            self._forget_over_bound()
-            self._idle.returned(session_id, now_s)
-        call = Call(call_id, session_id, prompt_tokens, now_s, Stage.PREFILLING, ends_session)
+            session = Session(session_id, now_s, prompt_tokens, now_s, parent_id, prompt_id)
+            return self._first_call(session, call, now_s)
 
+        session.calls_seen += 1
+        session.pause_s = 0.0
+        if (session.live or session.paused) and not session.calls:  # it ran a tool
+            session.pause_s = now_s - session.last_active_s
+            self._pauses.note(session.pause_s)
+            self._idle.resumed(session.pause_s)
+        self._set_context(session, session.context_with(prompt_tokens))
+        self._keep(session, call)
         if session.live:
             self._answered.pop(session_id, None)
-            if not session.calls:
-                self._idle.resumed(now_s - session.last_active_s)
-            self._keep(session, call)
             self._touch(session, now_s)
             return Admit(call_id, Reason.LIVE_SESSION)
         if session.paused:
-            if not session.calls:
-                self._idle.resumed(session.pause_s)
-            self._keep(session, call)
             if not self._paused.waiting and self._fits_again(session):
                 self._resume(session, now_s)
                 return Admit(call_id, Reason.FITS)
             self._paused.wait(session, now_s)
-            return self._hold(call, now_s)
-        if is_new:
-            reason = self._may_enter(session)
-            if reason not in (Reason.NO_HEADROOM, Reason.BEHIND_QUEUE):
-                self._keep(session, call)
-                self._enter(session, now_s)
-                return Admit(call_id, reason)
-            if len(self._waiting) >= self._max_waiting:
-                self._remember_turned_away(session_id, now_s)
-                return Refuse(call_id, Reason.QUEUE_FULL, 0.0, self.settings.retry_after_s)
-            self._tickets += 1
-            session.ticket = self._tickets
-            self._waiting[session_id] = session
-            self._line_up(session)
         elif self._away.pop(session_id, None) is not None:
             self._line_up(session)
+        self._hold(call)
+        return self._present(call, now_s)
+
+    def _first_call(self, session: Session, call: Call, now_s: float) -> Decision:
+        """A session that is not known yet enters with this call, lines up, or finds the queue full."""
+        session.first_tokens = call.prompt_tokens
+        session.calls_seen = 1
+        self._set_context(session, call.prompt_tokens)
+        session.priority = self._by.priority(now_s, session.predicted_peak(self.settings.peak_share))
+        if self._turned_away.pop(session.session_id, None) is None:
+            self._rates.arrived(now_s)  # a client that comes again is no new demand
+        self._forget_over_bound()
+        self._idle.returned(session.session_id, now_s)
+
+        reason = self._may_enter(session)
+        if reason is not None:
+            self._keep(session, call)
+            self._enter(session, now_s)
+            return Admit(call.call_id, reason)
+        if len(self._waiting) >= self._max_waiting:
+            self._remember_turned_away(session.session_id, now_s)
+            return Refuse(call.call_id, Reason.QUEUE_FULL, 0.0, self.settings.retry_after_s)
+        self._tickets += 1
+        session.ticket = self._tickets
+        self._waiting[session.session_id] = session
         self._keep(session, call)
-        return self._hold(call, now_s)
+        self._hold(call)
+        return self._queued(session, call, self._line_up(session))
 
     def prefilled(self, call_id: str, now_s: float, *, cached_tokens: int | None = None) -> None:
         """This instance is done with the call and has handed it to a decode instance.
@@ -265,9 +276,9 @@ class Door:
         """
         now_s = self._advance(now_s)
         call = self._calls.get(call_id)
-        if call is None or call.stage is not Stage.PREFILLING:
+        if call is None or call.stage is not PREFILLING:
             return
-        call.stage = Stage.DECODING
+        call.stage = DECODING
         session = self._live[call.session_id]
         if cached_tokens is not None and session.found_tokens is None:
             session.found_tokens = min(max(0, cached_tokens), call.prompt_tokens)
@@ -336,17 +347,23 @@ class Door:
         now_s = self._advance(now_s)
         self._expire_idle(now_s)
         self._expire_resting(now_s)
-        self._expire_answered(now_s)
-        self._expire_away(now_s)
-        outcomes: list[Outcome] = self._refuse_overdue(now_s)
-        outcomes += self._shed(now_s)
+        if self._answered:
+            self._expire_answered(now_s)
+        if self._away:
+            self._expire_away(now_s)
+        outcomes: list[Outcome] = []
+        if self._held:
+            outcomes += self._refuse_overdue(now_s)
+        if self._shedding is not None and (head := self._head()) is not None:
+            outcomes += self._shed(self._shedding, head, now_s)
         if self._pausing is not None and (now_s >= self._next_look_s or not self._live):
             self._next_look_s = now_s + self._pausing.every_s
-            outcomes += self._resume_those_that_fit(self._pausing, now_s)
+            if self._paused.waiting:
+                outcomes += self._resume_those_that_fit(self._pausing, now_s)
             self._pause_those_that_do_not(self._pausing, now_s)
         while (head := self._head()) is not None:
             reason = self._fit(head)
-            if reason is Reason.NO_HEADROOM:
+            if reason is None:
                 break
             self._leave_queue(head)
             self._enter(head, now_s)
@@ -408,7 +425,7 @@ class Door:
             paused_sessions=len(self._paused),
             held_calls=self._held_count,
             working_set_tokens=self._working_set_tokens,
-            distinct_tokens=self._working_set_tokens - self._credited_tokens + self._front_once(),
+            distinct_tokens=self._working_set_tokens - self._credited_tokens + self._once_tokens,
             reserved_tokens=round(self._need()),
             budget_tokens=self.budget.tokens,
             reference_tokens=self.budget.reference_tokens,
@@ -442,19 +459,18 @@ class Door:
 
     # The rules.
 
-    def _need(self, session: Session | None = None) -> float:
-        """Σ mean + z · √(Σ variance) of the live sessions, and of one more; what they share counts once."""
-        tokens, variance, once = self._reserved_tokens, self._reserved_variance, self._front_once()
-        if session is not None:
-            reservation, (credit, front) = self.law.reserve(session), self._credit(session)
-            tokens += reservation.tokens - credit
-            variance += reservation.variance
-            once = max(once, front)
-        return tokens + once + (self.law.z * math.sqrt(max(0.0, variance)) if self.law.z else 0.0)
+    def _need(self) -> float:
+        """Σ mean + z · √(Σ variance) of the live sessions, in tokens; what they share counts once."""
+        return self._reserved_tokens + self._once_tokens + self._spread(self._reserved_variance)
 
-    def _front_once(self) -> int:
-        """The longest shared front of any live session: the others' are parts of it."""
-        return self._fronts[-1] if self._fronts else 0
+    def _need_with(self, session: Session) -> float:
+        """The same with one more; never less."""
+        credit, front = self._credit(session)
+        tokens = self._reserved_tokens + (session.law_tokens - credit)
+        return tokens + max(self._once_tokens, front) + self._spread(self._reserved_variance + session.law_variance)
+
+    def _spread(self, variance: float) -> float:
+        return self.law.z * math.sqrt(max(0.0, variance)) if self.law.z else 0.0
 
     def _credit(self, session: Session) -> tuple[int, int]:
         """What the session need not reserve, since others have it cached already; and how much of it is the front."""
@@ -465,45 +481,47 @@ class Door:
             expected_tokens = min(front.expected_tokens, context_tokens)
             return expected_tokens, expected_tokens
         # Raised for those that came before the front was known; kept when the front of newer sessions is another.
-        session.shared_tokens = max(session.shared_tokens, min(found_tokens, front.tokens))
+        if found_tokens > session.shared_tokens < front.tokens:
+            session.shared_tokens = min(found_tokens, front.tokens)
         if session.prompt_id is not None and self._prompts.is_shared(session.prompt_id, session.session_id):
             return min(found_tokens, context_tokens), 0  # the front with it, which the prompt's owner counts
         shared_tokens = min(session.shared_tokens, context_tokens)
         return shared_tokens, shared_tokens
 
-    def _rearm(self, budget_tokens: int) -> bool:
-        """Whether admission holds sessions now: from above the budget on, until well below it with nobody waiting."""
-        need = self._need()
-        if need > budget_tokens:
-            self._armed = True
-        elif not self._queue and need < DISARM_SHARE * budget_tokens:
-            self._armed = False
-        return self._armed
-
-    def _may_enter(self, session: Session) -> Reason:
+    def _may_enter(self, session: Session) -> Reason | None:
+        """Why a new session may enter; None if it must wait."""
         if not self.settings.enabled:
             return Reason.ADMISSION_OFF
         if session.parent_id in self._live:
             return Reason.CHILD
         head = self._head()
         if head is not None and head.priority <= session.priority:
-            return Reason.BEHIND_QUEUE
+            return None
         return self._fit(session)
 
-    def _fit(self, session: Session) -> Reason:
+    def _fit(self, session: Session) -> Reason | None:
+        """Why a session that nobody goes before may enter; None if there is no headroom.
+
+        Admission is armed from above the budget on, until well below it with nobody waiting.
+        """
         if not self._live:
             return Reason.NOBODY_LIVE
-        budget_tokens = self.budget.tokens
-        if not self._rearm(budget_tokens):
+        need_tokens, budget_tokens = self._need(), self.budget.tokens
+        if need_tokens > budget_tokens:
+            self._armed = True
+            return None
+        if not self._queue and need_tokens < DISARM_SHARE * budget_tokens:
+            self._armed = False
+        if not self._armed:
             return Reason.BELOW_BUDGET
-        return Reason.FITS if self._need(session) <= budget_tokens else Reason.NO_HEADROOM
+        return Reason.FITS if self._need_with(session) <= budget_tokens else None
 
     def _head(self) -> Session | None:
         """The first waiting session that has a call to let in."""
         return self._waiting[self._queue[0][2]] if self._queue else None
 
     def _present(self, call: Call, now_s: float) -> Decision:
-        if call.stage is not Stage.HELD:
+        if call.stage is not HELD:
             return Admit(call.call_id, Reason.LIVE_SESSION, now_s - call.arrived_s)
         session = self._waiting.get(call.session_id)
         if session is None:
@@ -511,20 +529,18 @@ class Door:
             shorter = sum(one.context_tokens < session.context_tokens for one in self._paused.waiting.values())
             free_tokens = self._resume_tokens() - self._staying_tokens()
             return Queue(call.call_id, Reason.PAUSED, self._own_tokens(session), round(free_tokens), shorter)
-        ahead = bisect.bisect_left(self._queue, _place(session))
-        return Queue(
-            call.call_id,
-            Reason.BEHIND_QUEUE if ahead else Reason.NO_HEADROOM,
-            need_tokens=round(self.law.reserve(session).tokens),
-            free_tokens=round(self.budget.tokens - self._need()),
-            ahead=ahead,
-        )
+        return self._queued(session, call, bisect.bisect_left(self._queue, _place(session)))
+
+    def _queued(self, session: Session, call: Call, ahead: int) -> Queue:
+        reason = Reason.BEHIND_QUEUE if ahead else Reason.NO_HEADROOM
+        free_tokens = self.budget.tokens - self._need()
+        return Queue(call.call_id, reason, round(session.law_tokens), round(free_tokens), ahead)
 
     # Pausing.
 
     def _staying_tokens(self) -> int:
         """Contexts of the live sessions that are not about to leave, what they share counted once."""
-        return self._working_set_tokens - self._leaving_tokens - self._credited_tokens + self._front_once()
+        return self._working_set_tokens - self._leaving_tokens - self._credited_tokens + self._once_tokens
 
     def _own_tokens(self, session: Session) -> int:
         """What the session's context adds to those inside."""
@@ -580,16 +596,15 @@ class Door:
 
     # Keeping the tables.
 
-    def _hold(self, call: Call, now_s: float) -> Decision:
-        call.stage = Stage.HELD
+    def _hold(self, call: Call) -> None:
+        call.stage = HELD
         self._held.append(call)
         self._held_count += 1
-        return self._present(call, now_s)
 
     def _let_on(self, session: Session, reason: Reason, now_s: float) -> list[Outcome]:
         """The calls of a session that has just entered, all of which were held."""
         for call in session.calls.values():
-            call.stage = Stage.PREFILLING
+            call.stage = PREFILLING
             self._held_count -= 1
         return [Admit(call.call_id, reason, now_s - call.arrived_s) for call in session.calls.values()]
 
@@ -605,7 +620,6 @@ class Door:
         self._working_set_tokens += session.context_tokens
         session.reserved_tokens = session.reserved_variance = 0.0
         session.credited_tokens = session.front_tokens = 0
-        bisect.insort(self._fronts, 0)
         if session.prompt_id is not None:
             session.repeats = self._prompts.enter(session.prompt_id, session.session_id)
         self._reserve(session)
@@ -618,13 +632,15 @@ class Door:
             if session.leaving:
                 self._leaving_tokens += context_tokens - session.context_tokens
         session.context_tokens = context_tokens
-        session.peak_tokens = max(session.peak_tokens, context_tokens)
+        if context_tokens > session.peak_tokens:
+            session.peak_tokens = context_tokens
         if self._predictor is not None:
             session.prediction = self._predictor.predict(session)
             if session.first_predicted_tokens is None:
                 session.first_predicted_tokens = session.prediction.at(0.5)
         if context_tokens < session.first_tokens and session.prompt_id is not None:
             self._part(session)  # cut short, it begins otherwise now
+        session.law_tokens, session.law_variance = self.law.reserve(session)
         if session.live:
             self._reserve(session)
 
@@ -637,19 +653,26 @@ class Door:
             self._reserve(self._live[heir_id])
 
     def _reserve(self, session: Session) -> None:
-        reservation, (credit, front) = self.law.reserve(session), self._credit(session)
+        """Change what is reserved for a live session and what it is credited with to what they are now."""
+        credit, front = self._credit(session)
+        tokens, variance = session.law_tokens - credit, session.law_variance
         if session.leaving:
-            reservation, credit, front = Reservation(0.0), 0, 0
+            tokens, variance, credit, front = 0.0, 0.0, 0, 0
         if front != session.front_tokens:
-            del self._fronts[bisect.bisect_left(self._fronts, session.front_tokens)]
-            bisect.insort(self._fronts, front)
-            session.front_tokens = front
+            self._change_front(session, front)
         self._credited_tokens += credit - session.credited_tokens
         session.credited_tokens = credit
-        tokens = reservation.tokens - credit
         self._reserved_tokens += tokens - session.reserved_tokens
-        self._reserved_variance += reservation.variance - session.reserved_variance
-        session.reserved_tokens, session.reserved_variance = tokens, reservation.variance
+        self._reserved_variance += variance - session.reserved_variance
+        session.reserved_tokens, session.reserved_variance = tokens, variance
+
+    def _change_front(self, session: Session, front_tokens: int) -> None:
+        if session.front_tokens:
+            del self._fronts[bisect.bisect_right(self._fronts, session.front_tokens) - 1]
+        if front_tokens:
+            bisect.insort_right(self._fronts, front_tokens)
+        session.front_tokens = front_tokens
+        self._once_tokens = self._fronts[-1] if self._fronts else 0
 
     def _take_out(self, session: Session) -> None:
         """A live session is live no more, and nothing is reserved for it."""
@@ -660,7 +683,7 @@ class Door:
         self._reserved_tokens -= session.reserved_tokens
         self._reserved_variance -= session.reserved_variance
         self._credited_tokens -= session.credited_tokens
-        del self._fronts[bisect.bisect_left(self._fronts, session.front_tokens)]
+        self._change_front(session, 0)
         if session.prompt_id is not None:
             self._part(session)
         session.live = session.leaving = False
@@ -688,7 +711,7 @@ class Door:
         call = self._calls.pop(call_id, None)
         if call is None:
             return None
-        if call.stage is Stage.HELD:
+        if call.stage is HELD:
             self._held_count -= 1
         session = self._known(call.session_id)
         assert session is not None
@@ -714,8 +737,12 @@ class Door:
         if len(self._turned_away) > self.settings.max_sessions:
             self._turned_away.popitem(last=False)
 
-    def _line_up(self, session: Session) -> None:
-        bisect.insort(self._queue, _place(session))
+    def _line_up(self, session: Session) -> int:
+        """Returns how many go before it."""
+        place = _place(session)
+        ahead = bisect.bisect_left(self._queue, place)
+        self._queue.insert(ahead, place)
+        return ahead
 
     def _step_out(self, session: Session) -> None:
         del self._queue[bisect.bisect_left(self._queue, _place(session))]
@@ -741,17 +768,15 @@ class Door:
         refused: list[Outcome] = []
         while self._held:
             call = self._held[0]
-            if self._calls.get(call.call_id) is call and call.stage is Stage.HELD:
+            if self._calls.get(call.call_id) is call and call.stage is HELD:
                 if now_s - call.arrived_s < self.settings.hold_limit_s:
                     break
                 refused.append(self._refuse(call, Reason.HELD_TOO_LONG, now_s))
             self._held.popleft()
         return refused
 
-    def _shed(self, now_s: float) -> list[Refuse]:
-        if self._shedding is None or (head := self._head()) is None:
-            return []
-        if now_s - head.arrived_s < self._shedding.head_wait_s or self._fit(head) is not Reason.NO_HEADROOM:
+    def _shed(self, shedding: SheddingSettings, head: Session, now_s: float) -> list[Refuse]:
+        if now_s - head.arrived_s < shedding.head_wait_s or self._fit(head) is not None:
             return []
         excess = self._rates.excess_per_s(now_s)
         if now_s < self._next_shed_s or excess <= 0:
@@ -803,16 +828,15 @@ class Door:
 
     def _touch(self, session: Session, now_s: float) -> None:
         """The session is active, and with it those that wait for it."""
-        active: Session | None = session
         for _ in range(MAX_GENERATIONS):
-            if active is None:
+            session.last_active_s = now_s
+            if session.live:
+                self._live.move_to_end(session.session_id)
+            elif session.session_id in self._paused.resting:
+                self._paused.resting.move_to_end(session.session_id)
+            if session.parent_id is None or (parent := self._known(session.parent_id)) is None:
                 return
-            active.last_active_s = now_s
-            if active.live:
-                self._live.move_to_end(active.session_id)
-            elif active.session_id in self._paused.resting:
-                self._paused.resting.move_to_end(active.session_id)
-            active = self._known(active.parent_id) if active.parent_id is not None else None
+            session = parent
 
     def _advance(self, now_s: float) -> float:
         if now_s > self._now_s:

@@ -22,7 +22,8 @@ class Reservation(NamedTuple):
 
 
 class ReservationLaw(Protocol):
-    """Maps a session to its reservation. Must be pure: same session state, same answer."""
+    """Maps a session to its reservation. Must be pure: same context, prediction and number of calls, same answer. It is
+    asked when these change."""
 
     @property
     def name(self) -> str: ...
@@ -32,7 +33,7 @@ class ReservationLaw(Protocol):
         """How many standard deviations of the sum the budget must leave room for; 0 for laws without variance."""
 
     def reserve(self, session: Session) -> Reservation:
-        """The reservation of `session`, in tokens, at least 0."""
+        """The reservation of `session`, in tokens, at least its context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class PartialPeak:
             raise ValueError(f"share: must be between 0 and 1, got {self.share}")
 
     def reserve(self, session: Session) -> Reservation:
-        grows = max(0.0, session.predicted_peak(self.share) - session.context_tokens)
-        return Reservation(session.context_tokens + self.alpha * grows)
+        now = session.context_tokens
+        return Reservation(now + self.alpha * (session.predicted_peak(self.share) - now))
 
 
 class StatisticalMultiplexing:

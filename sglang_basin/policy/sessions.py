@@ -19,6 +19,10 @@ class Stage(Enum):
     DECODING = "decoding"
 
 
+HELD, PREFILLING, DECODING = Stage
+"""By themselves, since looking up a member of an enumeration is slow and each call does it several times."""
+
+
 @dataclass(slots=True)
 class Call:
     """One model call of a session."""
@@ -47,6 +51,8 @@ class Session:
     last_active_s: float
     parent_id: str | None = None
     """The session that started this one and waits for it."""
+    prompt_id: int | None = None
+    """Its first prompt, as long as its context begins with it; the same for the same prompt. None if nobody said."""
     live: bool = False
     """It has entered; False while it waits at the door."""
     paused: bool = False
@@ -76,12 +82,14 @@ class Session:
     """What it does not reserve at the moment because others have it cached."""
     front_tokens: int = 0
     """How much of that is the front that all share; what it shares with sessions that began alike is not."""
-    prompt_id: int | None = None
-    """Its first prompt, as long as its context begins with it; the same for the same prompt. None if nobody said."""
     repeats: bool = False
     """An earlier session began with the same prompt."""
+    law_tokens: float = 0.0
+    law_variance: float = 0.0
+    """What the law reserves for it as it is now, whether it has entered or not."""
     reserved_tokens: float = 0.0
     reserved_variance: float = 0.0
+    """If it is live: what is reserved for it, without what it is credited with."""
     ticket: int = 0
     """Its number in the queue, counted up by one from session to session."""
     calls: dict[str, Call] = field(default_factory=lambda: NO_CALLS)
@@ -89,7 +97,7 @@ class Session:
 
     def busy(self) -> bool:
         """Whether a call is held or prefilling, the stages whose end this instance sees itself."""
-        return any(call.stage is not Stage.DECODING for call in self.calls.values())
+        return any(call.stage is not DECODING for call in self.calls.values())
 
     def context_with(self, prompt_tokens: int) -> int:
         """The context once a call with this prompt has arrived; of calls in flight side by side the longest counts."""

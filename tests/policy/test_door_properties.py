@@ -229,6 +229,9 @@ def test_sums_match_the_table_and_tables_end_empty(setup: Setup, steps: list) ->
             assert 0 <= one.credited_tokens <= (one.context_tokens if setup.shared_once else 0)
             if one.found_tokens is not None:
                 assert one.credited_tokens <= one.shared_tokens <= one.found_tokens
+        for one in door.sessions():
+            assert (one.law_tokens, one.law_variance) == setup.law.reserve(one)
+            assert one.live or door._need_with(one) >= door._need(), "one that is over budget already cannot be entered"
         assert state.held_calls == len(run.waiting)
         assert door.holds_any == bool(run.waiting)
         paused = {session.session_id for session in door._paused.waiting.values()}
@@ -452,7 +455,7 @@ def test_who_is_away_keeps_the_place_within_the_grace_and_blocks_nobody(setup: S
         head = door._head()
         if head is not None:  # somebody who is here waits: then the first of those does not fit
             assert head.session_id in with_calls
-            assert door._fit(head) is Reason.NO_HEADROOM
+            assert door._fit(head) is None
 
 
 def test_who_comes_back_within_the_grace_goes_before_who_came_meanwhile() -> None:

@@ -95,7 +95,7 @@ def in_turns(one: StudySettings, copies: int) -> dict[str, Any]:
     while left:
         left = [run for run in left if _some_events(run)]
     spent_s = time.process_time() - started_s
-    return {"cpu_us_per_call": 1e6 * spent_s / sum(len(run.log.call_session) for run in runs)}
+    return {"cpu_us_per_call": 1e6 * spent_s / sum(run.log.calls for run in runs)}
 
 
 def _some_events(run: Simulation, events: int = 10) -> bool:

@@ -63,10 +63,12 @@ class PrefixCache:
 
     def match(self, chain: Chain, limit_tokens: int) -> int:
         """Resident tokens of a prompt of which the first `limit_tokens` (whole pages) may be reused."""
-        shared = chain.shared_tokens
-        if self.trunk_tokens < shared:
-            return min(self.trunk_tokens, limit_tokens)
-        return min(shared + chain.tokens, limit_tokens)
+        tokens = chain.shared_tokens
+        if self.trunk_tokens < tokens:
+            tokens = self.trunk_tokens
+        else:
+            tokens += chain.tokens
+        return tokens if tokens < limit_tokens else limit_tokens
 
     def lock(self, chain: Chain, matched_tokens: int) -> None:
         """A call starts to use the first `matched_tokens` of the chain; what lies beyond will not be matched again."""
@@ -110,7 +112,10 @@ class PrefixCache:
         if self.host is not None:
             self.host.left_device(chain)
         self.evictable_tokens += kept_tokens
-        self._rest(chain)
+        lru = self._lru
+        heapq.heappush(lru, (touched, chain))
+        if len(lru) > self._tidy_at:
+            self._tidy()
 
     def pin(self, chain: Chain) -> None:
         """Keep what is resident of a chain that no call uses, until `unpin` or the session's next call."""
@@ -123,15 +128,14 @@ class PrefixCache:
         if chain.pinned:
             chain.pinned = False
             self.evictable_tokens += chain.tokens
-            self._rest(chain)
+            heapq.heappush(self._lru, (chain.touched, chain))
 
-    def _rest(self, chain: Chain) -> None:
+    def _tidy(self) -> None:
+        """Forget the stale entries."""
         lru = self._lru
-        heapq.heappush(lru, (chain.touched, chain))
-        if len(lru) > self._tidy_at:
-            lru[:] = [entry for entry in lru if _rests(entry)]
-            heapq.heapify(lru)
-            self._tidy_at = max(1024, 2 * len(lru))
+        lru[:] = [entry for entry in lru if _rests(entry)]
+        heapq.heapify(lru)
+        self._tidy_at = max(1024, 2 * len(lru))
 
     def evict(self, tokens: int) -> None:
         """Free at least `tokens`, least recently used first, each chain from its end. Raises PoolError if it cannot."""

@@ -111,7 +111,6 @@ class SimCall:
         "decode_held_tokens",
         "decode_matched_tokens",
         "extra_late_steps",
-        "finish_step",
         "first_token_s",
         "join_step",
         "key",
@@ -151,7 +150,6 @@ class SimCall:
         self.decode_matched_tokens = 0
         self.first_token_s = -1.0
         self.join_step = 0
-        self.finish_step = 0
         self.late_at_join = 0
         self.steps_before = 0
         """Steps made before a retraction."""

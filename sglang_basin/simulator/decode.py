@@ -5,7 +5,7 @@ a + s·i seconds for i = 0, 1, 2, …, where a = step + n·per_sequence + c·per
 step adds n tokens. The end of k steps, the steps done by some time, and how many of them were over the per-token
 target follow from that in closed form, so an instance needs one event per change of its batch, however many tokens
 are decoded. All sequences of a batch advance together: a call ends when the instance's step counter reaches
-its `finish_step`, and its late steps are the difference of one shared counter between its start and its end.
+the number of its last step, and its late steps are the difference of one shared counter between its start and its end.
 
 Changes take effect at the end of the step under way, as in a real engine.
 
@@ -79,6 +79,9 @@ class DecodeInstance:
         """When step number `steps` ended."""
         self.steps = 0
         self._context_tokens = 0
+        self._per_context_s = costs.per_context_token_s
+        self._base_s, self._slope_s = costs.step_s, 0.0
+        """A step takes `_base_s` + `_per_context_s` · context, and each one after it `_slope_s` more."""
         self._late_steps = 0
         self._planned_step = 0
         self._plan = 0
@@ -90,6 +93,11 @@ class DecodeInstance:
     def ask(self, now_s: float, call: SimCall) -> Events:
         """A call wants its memory. It gets it now or when its turn comes."""
         call.stage = ASKING
+        if not (self._asking or self._retracted):  # nobody goes before it
+            self._settle(now_s)
+            if self._reserve(call):
+                events = self._reserved(now_s, call)
+                return [*events, *self._replan()] if self._runs_short() else events
         self._arrivals += 1
         heapq.heappush(self._asking, (call.key, self._arrivals, call))
         self.waiting_calls += 1
@@ -114,37 +122,40 @@ class DecodeInstance:
                 self.waiting_calls -= 1
                 events += self._reserved(now_s, call)
             heapq.heappop(asking)
-        if granted and self._room_steps() < self._planned_step - self.steps:
+        if granted and self._runs_short():
             events += self._replan()
         return events
 
     def _reserve(self, call: SimCall) -> bool:
-        cache = self.cache
-        page = self._page
-        chain = call.session.decode_chain
-        matched = cache.match(chain, call.reusable_tokens) if self._lend_cap_tokens else 0
-        need = -(-call.prompt_tokens // page) * page + page - matched
-        shared = chain.shared_tokens if self._lend_cap_tokens else 0
-        kept = matched - shared if matched > shared else 0
-        free = cache.free_tokens + cache.evictable_tokens - kept
+        cache, page, lends = self.cache, self._page, self._lend_cap_tokens
+        need = -(-call.prompt_tokens // page) * page + page
+        free = cache.free_tokens + cache.evictable_tokens
+        matched = 0
+        if lends:
+            chain = call.session.decode_chain
+            shared = chain.shared_tokens
+            matched = cache.match(chain, call.reusable_tokens)
+            need -= matched
+            if matched > shared:
+                free -= matched - shared
         if need + self._costs.reserve_tokens * (1 + self.running_calls + self.expected_calls) > free:
             return False
-        if self._lend_cap_tokens:
+        held = need
+        if lends:
             cache.lock(chain, matched)
             cache.take(need)
-            held = chain.tokens + need
+            held += chain.tokens
             if cache.trunk_tokens < shared:
                 held -= cache.grow_trunk(shared)
         else:
             cache.free_tokens -= need
-            held = need
         call.decode_matched_tokens = matched
         call.decode_held_tokens = held
         self.held_tokens += held
         self.expected_calls += 1
         return True
 
-    def _give_back(self, call: SimCall, *, keep: bool) -> None:
+    def _give_back(self, call: SimCall, keep: bool) -> None:
         """Free a call's memory; `keep` leaves what whole pages of prompt and output hold as lent KV."""
         held = call.decode_held_tokens
         self.held_tokens -= held
@@ -177,26 +188,30 @@ class DecodeInstance:
         return self._replan()
 
     def _join(self, call: SimCall) -> None:
+        costs, before = self._costs, call.steps_before
         self.expected_calls -= 1
-        self.running_calls += 1
+        self.running_calls = running = self.running_calls + 1
+        self._base_s = costs.step_s + running * costs.per_sequence_s
+        self._slope_s = costs.per_context_token_s * running
+        self._context_tokens += call.prompt_tokens + 1 + before
         call.stage = DECODING
         if call.first_token_s < 0:
             call.first_token_s = self.at_s
         call.join_step = steps = self.steps
         call.late_at_join = self._late_steps
-        call.finish_step = steps + call.output_tokens - 1 - call.steps_before
-        self._context_tokens += call.prompt_tokens + 1 + call.steps_before
         self._arrivals += 1
-        heapq.heappush(self._finishing, (call.finish_step, self._arrivals, call))
+        heapq.heappush(self._finishing, (steps + call.output_tokens - 1 - before, self._arrivals, call))
 
     def _part(self, call: SimCall) -> None:
         """Take a call out of the batch: its steps so far are counted on it, its output's memory is its own."""
-        made = self.steps - call.join_step
-        call.steps_before += made
+        costs, made = self._costs, self.steps - call.join_step
+        call.steps_before = steps = call.steps_before + made
         call.extra_late_steps += self._late_steps - call.late_at_join
         call.decode_held_tokens += made
-        self._context_tokens -= call.prompt_tokens + 1 + call.steps_before
-        self.running_calls -= 1
+        self.running_calls = running = self.running_calls - 1
+        self._base_s = costs.step_s + running * costs.per_sequence_s
+        self._slope_s = costs.per_context_token_s * running
+        self._context_tokens -= call.prompt_tokens + 1 + steps
 
     def on_plan(self, now_s: float, plan: int) -> Events:
         """The planned step has ended: calls finish, or memory has run out."""
@@ -212,16 +227,17 @@ class DecodeInstance:
                 continue
             self._part(call)
             call.stage = OVER
-            self._give_back(call, keep=True)
+            self._give_back(call, True)
             events += self._finished(now_s, call)
-        if self.running_calls and self._room_steps() < 1:
+        if self.cache.free_tokens + self.cache.evictable_tokens < self.running_calls:
             events += self._retract(now_s)
         while self._ready and self.running_calls < self._costs.max_running:
             call = heapq.heappop(self._ready)[2]
             if call.stage != OVER:
                 self._join(call)
         events += self._replan()
-        events += self.grant(now_s)
+        if self._asking or self._retracted:
+            events += self.grant(now_s)
         return events
 
     def remove(self, now_s: float, call: SimCall) -> Events:
@@ -240,7 +256,7 @@ class DecodeInstance:
             self._part(call)
         else:
             self.expected_calls -= 1
-        self._give_back(call, keep=False)
+        self._give_back(call, False)
         events: list[Event] = []
         if stage == DECODING:
             while self._ready and self.running_calls < self._costs.max_running:
@@ -254,7 +270,8 @@ class DecodeInstance:
     def cut(self, now_s: float, call: SimCall) -> None:
         """The run is over: count the steps of a call that is in the batch."""
         if call.stage == DECODING:
-            self._catch_up(now_s)
+            if self.at_s < now_s:
+                self._advance(self._ended_steps(now_s))
             self._part(call)
             call.stage = OVER
 
@@ -282,12 +299,12 @@ class DecodeInstance:
                 if self._room_steps() < 1:  # all other memory is promised: SGLang aborts it, too
                     self._part(call)
                     call.stage = OVER
-                    self._give_back(call, keep=False)
+                    self._give_back(call, False)
                     events += self._aborted(now_s, call)
                 break
             self._part(call)
             call.stage = RETRACTED
-            self._give_back(call, keep=False)
+            self._give_back(call, False)
             call.extra_late_steps += 1  # the step over the gap
             self._retracted.append(call)
             self.retractions += 1
@@ -325,73 +342,80 @@ class DecodeInstance:
         running = self.running_calls
         return (self.cache.free_tokens + self.cache.evictable_tokens) // running if running else 1 << 60
 
+    def _runs_short(self) -> bool:
+        """Memory does not last until the planned step."""
+        cache = self.cache
+        return (self._planned_step - self.steps) * self.running_calls > cache.free_tokens + cache.evictable_tokens
+
     def _replan(self) -> Events:
         """Plan the next change: a call's last step, or the last step there is room for."""
-        self._plan += 1
+        self._plan = plan = self._plan + 1
         finishing = self._finishing
         while finishing and finishing[0][2].stage != DECODING:
             heapq.heappop(finishing)
         if not finishing:
             return NONE
         steps = finishing[0][0] - self.steps
-        room = self._room_steps()
-        if room < steps:
-            steps = room
+        cache = self.cache
+        if steps * self.running_calls > cache.free_tokens + cache.evictable_tokens:
+            steps = self._room_steps()
         self._planned_step = self.steps + steps
-        return ((self.at_s + self._seconds(steps), self.on_plan, self._plan),)
+        first_s = self._base_s + self._per_context_s * self._context_tokens
+        seconds = steps * first_s + self._slope_s * (steps * (steps - 1) // 2)
+        return ((self.at_s + seconds, self.on_plan, plan),)
 
-    def _seconds(self, steps: int) -> float:
-        costs, running = self._costs, self.running_calls
-        first_s = costs.step_s + running * costs.per_sequence_s + costs.per_context_token_s * self._context_tokens
-        return steps * first_s + costs.per_context_token_s * running * (steps * (steps - 1) // 2)
-
-    def _advance(self, steps: int) -> None:
-        """Let so many whole steps pass."""
-        if steps <= 0:
-            return
-        costs, running = self._costs, self.running_calls
-        per_context_s = costs.per_context_token_s
-        first_s = costs.step_s + running * costs.per_sequence_s + per_context_s * self._context_tokens
-        slope_s = per_context_s * running
-        seconds = steps * first_s + slope_s * (steps * (steps - 1) // 2)
-        target_s = self._step_target_s
-        if first_s + slope_s * (steps - 1) > target_s:
-            on_time = 0 if first_s > target_s else int((target_s - first_s) / slope_s) + 1
-            self._late_steps += steps - min(on_time, steps)
+    def _advance(self, steps: int, until_s: float = 0.0) -> None:
+        """Let so many whole steps pass, and then the one that is under way at `until_s`, if it was planned."""
+        running, at_s, context = self.running_calls, self.at_s, self._context_tokens
+        slope_s, target_s, bins = self._slope_s, self._step_target_s, self.tpot_bins
+        step_s = self._base_s + self._per_context_s * context
+        if steps:
+            if step_s + slope_s * (steps - 1) > target_s:
+                on_time = 0 if step_s > target_s else int((target_s - step_s) / slope_s) + 1
+                self._late_steps += steps - min(on_time, steps)
+            seconds = steps * step_s + slope_s * (steps * (steps - 1) // 2)
+            at_s += seconds
+            duration = int(seconds / steps / TPOT_BIN_S)
+            bins[duration] = bins.get(duration, 0) + steps * running
+        if at_s < until_s and self.steps + steps < self._planned_step:
+            if steps:
+                step_s = self._base_s + self._per_context_s * (context + steps * running)
+            if step_s > target_s:
+                self._late_steps += 1
+            at_s += step_s
+            duration = int(step_s / TPOT_BIN_S)
+            bins[duration] = bins.get(duration, 0) + running
+            steps += 1
         grown = steps * running
         self.steps += steps
-        self.at_s += seconds
-        self._context_tokens += grown
+        self.at_s = at_s
+        self._context_tokens = context + grown
         self.held_tokens += grown
         cache = self.cache
-        if grown > cache.free_tokens:
-            cache.evict(grown - cache.free_tokens)
-        cache.free_tokens -= grown
-        duration = int(seconds / steps / TPOT_BIN_S)
-        bins = self.tpot_bins
-        bins[duration] = bins.get(duration, 0) + grown
+        free = cache.free_tokens
+        if grown > free:
+            cache.evict(grown - free)
+            free = cache.free_tokens
+        cache.free_tokens = free - grown
 
-    def _catch_up(self, now_s: float) -> None:
-        """Let all steps pass that have ended by now."""
+    def _ended_steps(self, now_s: float) -> int:
+        """How many more of the planned steps have ended by now, which is after the end of the last one."""
         gap_s = now_s - self.at_s
-        running = self.running_calls
-        if gap_s <= 0 or not running:
-            return
-        costs = self._costs
-        first_s = costs.step_s + running * costs.per_sequence_s + costs.per_context_token_s * self._context_tokens
-        slope_s = costs.per_context_token_s * running
+        first_s = self._base_s + self._per_context_s * self._context_tokens
+        slope_s = self._slope_s
         if slope_s > 0:
             linear = first_s - 0.5 * slope_s
             steps = int((math.sqrt(linear * linear + 2 * slope_s * gap_s) - linear) / slope_s + 1e-9)
         else:
             steps = int(gap_s / first_s + 1e-9)
         left = self._planned_step - self.steps
-        self._advance(steps if steps < left else left)
+        return steps if steps < left else left
 
     def _settle(self, now_s: float) -> None:
         """Go on to the end of the step under way, when the batch may change."""
-        self._catch_up(now_s)
-        if self.running_calls and self.at_s < now_s and self.steps < self._planned_step:
-            self._advance(1)
+        if self.at_s >= now_s:
+            return
+        if self.running_calls:
+            self._advance(self._ended_steps(now_s), now_s)
         if self.at_s < now_s:  # nothing runs, or by rounding
             self.at_s = now_s

@@ -36,8 +36,12 @@ class Gate:
         self.reasons: Counter[str] = Counter()
         self.wake_s: float | None = None
         """When the next poll is due that has been scheduled already."""
-        self._profile = profile
         self._decodes = decodes
+        decode = profile.decode
+        self._lend_cap_tokens = int(decode.lend_share * decode.pool_tokens) if decode.lend else 0
+        self._prefills = profile.prefill.instances
+        self._host_tokens = max(0, profile.prefill.host_tokens - prefill.cache.pool_tokens)
+        self._read_tokens_per_s = profile.link.write_back_tokens_per_s if decode.lend else None
         self._decode_tokens = sum(decode.cache.pool_tokens for decode in decodes)
         self._recent: deque[tuple[int, int]] = deque([(0, 0)] * HIT_RATE_WINDOW_S)
         self.recent_prompt_tokens = self.recent_cached_tokens = 0
@@ -89,11 +93,10 @@ class Gate:
     def view(self) -> EngineView:
         """What the scheduler of this prefill instance could know now: its own state exactly, that of the decode
         instances as of the last second, as they report it."""
-        prefill, profile = self.prefill, self._profile
-        cache = prefill.cache
+        prefill, cache = self.prefill, self.prefill.cache
         return EngineView(
             cache_tokens=cache.pool_tokens,
-            host_tokens=max(0, profile.prefill.host_tokens - cache.pool_tokens),
+            host_tokens=self._host_tokens,
             lent_tokens=self._lent_tokens,
             cache_used_share=1.0 - cache.free_tokens / cache.pool_tokens,
             hit_rate=self.hit_rate,
@@ -101,18 +104,16 @@ class Gate:
             decode_tokens=self._decode_tokens,
             decode_used_share=self._decode_used_share,
             decode_waiting_calls=self._decode_waiting_calls,
-            read_tokens_per_s=profile.link.write_back_tokens_per_s if profile.decode.lend else None,
+            read_tokens_per_s=self._read_tokens_per_s,
         )
 
     def _look_at_decodes(self) -> None:
-        decode_profile = self._profile.decode
         held = waiting = lent = 0
         for decode in self._decodes:
             held += decode.held_tokens
             waiting += decode.waiting_calls
-            if decode_profile.lend:
-                pool = decode_profile.pool_tokens
-                lent += max(0, min(int(decode_profile.lend_share * pool), pool - decode.held_tokens))
-        self._lent_tokens = lent // self._profile.prefill.instances
+            if self._lend_cap_tokens:
+                lent += max(0, min(self._lend_cap_tokens, decode.cache.pool_tokens - decode.held_tokens))
+        self._lent_tokens = lent // self._prefills
         self._decode_used_share = held / self._decode_tokens
         self._decode_waiting_calls = waiting

@@ -36,6 +36,7 @@ class PrefillInstance:
         self.cache = PrefixCache(costs.pool_tokens, page, self.host)
         self._queue: list[tuple[float, int, SimCall]] = []  # may hold calls that are over
         self._lends = profile.decode.lend
+        self._plain = not (self._lends or self.host)  # nothing is read or loaded
         self._ready: list[tuple[float, int, SimCall]] = []  # with lending: those that have their memory and their part
         self._link_free_s = 0.0
         self._arrivals = 0
@@ -54,11 +55,16 @@ class PrefillInstance:
         self.recent_cached_tokens = 0
 
     def enqueue(self, now_s: float, call: SimCall) -> Events:
+        idle = not (self.running or self._queue or self._chunked)
+        if idle and self._plain and self._take(call):  # as `_pass` would, without a turn through the queue
+            call.stage = PREFILLING
+            self._chunked = call
+            return self._pass(now_s)
         self._arrivals += 1
         heapq.heappush(self._queue, (call.key, self._arrivals, call))
         call.stage = QUEUED
         self.waiting_calls += 1
-        return NONE if self.running and not self._lends else self.start(now_s)
+        return self.start(now_s)
 
     def forget(self, now_s: float, call: SimCall) -> Events:
         """A waiting call was aborted; its entry is skipped when its turn comes."""
@@ -70,6 +76,8 @@ class PrefillInstance:
 
     def start(self, now_s: float) -> Events:
         """Begin the next pass, if there is anything to do and none is under way."""
+        if not self.waiting_calls and self._chunked is None:
+            return NONE
         if self._lends:
             return [*self._seat(now_s), *self._pass(now_s)]
         return self._pass(now_s)
@@ -150,7 +158,9 @@ class PrefillInstance:
             return NONE
         self._chunked = None
         self.running = True
-        seconds = max(costs.fixed_s + seconds, load_s)
+        seconds += costs.fixed_s
+        if seconds < load_s:
+            seconds = load_s
         self.busy_s += seconds
         return ((now_s + seconds, self.on_pass_end, batch),)
 
@@ -244,8 +254,11 @@ class PrefillInstance:
         return events
 
     def _whole_private(self, call: SimCall) -> int:
-        tokens = call.computed_tokens - call.computed_tokens % self._page - call.session.prefill_chain.shared_tokens
-        return min(max(0, tokens), call.prefill_held_tokens)
+        done, held = call.computed_tokens, call.prefill_held_tokens
+        tokens = done - done % self._page - call.session.prefill_chain.shared_tokens
+        if tokens > held:
+            return held
+        return tokens if tokens > 0 else 0
 
     def release(self, call: SimCall) -> None:
         """The call needs its memory no more: what it computed stays in the cache."""

@@ -121,8 +121,10 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def transfer_s(self, new_tokens: int, sent_tokens: int) -> float:
         """From the last pass's end to the first token on decode; `sent_tokens` of the prompt were not there yet."""
         chunk = self.prefill.chunk_tokens
-        passes = -(-new_tokens // chunk)
-        left = sent_tokens if passes <= 1 else min(sent_tokens, new_tokens - (passes - 1) * chunk)
+        left = sent_tokens
+        if new_tokens > chunk:
+            passes = -(-new_tokens // chunk)
+            left = min(sent_tokens, new_tokens - (passes - 1) * chunk)
         return self.link.fixed_s + left / self.link.tokens_per_s
 
     def decode_s(self, prompt_tokens: int, output_tokens: int) -> float:

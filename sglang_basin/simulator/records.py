@@ -6,6 +6,7 @@ Columns rather than objects, since a run has tens of thousands of calls: about 6
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections import Counter
 from collections.abc import Mapping
@@ -77,13 +78,32 @@ SAMPLED = (
 `waiting_sessions` are live ones whose first call has not reached decode."""
 
 
+CALL_COLUMNS = {
+    "call_session": "i",
+    "call_index": "h",
+    "call_outcome": "b",
+    "call_retried": "b",
+    "call_due_s": "d",
+    "call_first_token_s": "d",
+    "call_end_s": "d",
+    "call_prompt_tokens": "i",
+    "call_cached_tokens": "i",
+    "call_steps": "i",
+    "call_steps_on_time": "i",
+}
+"""By name, each with its `array` type code."""
+CALL_ROW = struct.Struct("=" + "".join(CALL_COLUMNS.values()))
+
+
 class Log:
-    """Everything that was recorded."""
+    """Everything that was recorded. The columns of calls are there once the run is over."""
 
     def __init__(self, plan: Plan, sample_s: float) -> None:
         self.plan = plan
         self.sample_s = sample_s
         self.elapsed_s = 0.0
+        self._rows = bytearray()
+        """`CALL_ROW` of each call until `close`: one write a call instead of one for each of its columns."""
         self.call_session = array("i")
         self.call_index = array("h")
         self.call_outcome = array("b")
@@ -112,18 +132,25 @@ class Log:
     # Written by the simulation.
 
     def call(self, call: SimCall, now_s: float, outcome: Outcome, retried: bool) -> None:
-        session = call.session
-        self.call_session.append(session.number)
-        self.call_index.append(session.call_index)
-        self.call_outcome.append(outcome)
-        self.call_retried.append(retried)
-        self.call_due_s.append(session.due_s)
-        self.call_first_token_s.append(call.first_token_s)
-        self.call_end_s.append(now_s)
-        self.call_prompt_tokens.append(call.prompt_tokens)
-        self.call_cached_tokens.append(call.cached_tokens)
-        self.call_steps.append(call.steps_before)
-        self.call_steps_on_time.append(call.steps_before - call.extra_late_steps)
+        session, steps = call.session, call.steps_before
+        self._rows += CALL_ROW.pack(
+            session.number,
+            session.call_index,
+            outcome,
+            retried,
+            session.due_s,
+            call.first_token_s,
+            now_s,
+            call.prompt_tokens,
+            call.cached_tokens,
+            steps,
+            steps - call.extra_late_steps,
+        )
+
+    @property
+    def calls(self) -> int:
+        """Recorded so far."""
+        return len(self.call_session) + len(self._rows) // CALL_ROW.size
 
     def session(self, session: SimSession, now_s: float, outcome: Outcome) -> None:
         number = session.number
@@ -160,6 +187,10 @@ class Log:
 
     def close(self, run: Simulation, ended_s: float) -> None:
         self.elapsed_s = ended_s
+        rows = np.frombuffer(bytes(self._rows), dtype=list(CALL_COLUMNS.items()))
+        for name in CALL_COLUMNS:
+            getattr(self, name).frombytes(rows[name].tobytes())
+        self._rows.clear()
         self.opened_sessions = len(run.sessions)
         for decode in run.decodes:
             self.tpot_bins.update(decode.tpot_bins)
@@ -167,7 +198,7 @@ class Log:
             self.reasons.update(gate.reasons)
         busy_s = sum(prefill.busy_s for prefill in run.prefills)
         self.totals = {
-            "calls": len(self.call_session),
+            "calls": self.calls,
             "prefill_busy_share": busy_s / (len(run.prefills) * ended_s) if ended_s else 0.0,
             "computed_tokens": sum(prefill.computed_tokens for prefill in run.prefills),
             "loaded_back_tokens": sum(prefill.loaded_tokens for prefill in run.prefills),

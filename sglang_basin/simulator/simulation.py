@@ -104,6 +104,7 @@ class Simulation:
         self._checked = checked
         self._page = profile.page_tokens
         self._early = profile.decode.allocation == "early"
+        self._transfer_s = profile.transfer_s
         target = target or Target()
         self.prefills = [PrefillInstance(profile, self.on_prefilled) for _ in range(profile.prefill.instances)]
         self.decodes = [
@@ -117,7 +118,12 @@ class Simulation:
             for _ in range(profile.decode.instances)
         ]
         self.gates = [Gate(policy(), profile, prefill, self.decodes) for prefill in self.prefills]
-        self._trunk_tokens = max((s.session.shared_prefix_tokens for s in plan.sessions), default=0)
+        trunk_tokens = max((s.session.shared_prefix_tokens for s in plan.sessions), default=0)
+        self._reserve_tokens = profile.decode.reserve_tokens
+        self._prefill_fits_tokens = profile.prefill.pool_tokens - trunk_tokens - self._page
+        self._decode_fits_tokens = (
+            profile.decode.pool_tokens - 3 * self._page - (trunk_tokens if profile.decode.lend else 0)
+        )
         self._queue: list[tuple[float, int, Callable[[float, object], Events], object]] = []
         self._made = itertools.count()
         self._deadlines: deque[tuple[float, SimSession]] = deque()
@@ -135,17 +141,22 @@ class Simulation:
         self._push(self._arrival(0))
         self._push(((TICK_S, self.on_tick, None),))
         queue, made, end_s = self._queue, self._made, self.end_s
-        pop, push = heapq.heappop, heapq.heappush
+        pop, push, replace = heapq.heappop, heapq.heappush, heapq.heapreplace
+        put: Callable[..., object]
         checked = self._checked
         while queue:
-            now_s, _, handler, subject = pop(queue)
+            now_s, _, handler, subject = queue[0]
             if now_s > end_s:
                 break
             if checked and now_s < self.now_s:
                 raise PoolError(f"time ran backwards, from {self.now_s} to {now_s}")
             self.now_s = now_s
+            put = replace  # the first event that follows takes this one's place, for one change of the heap, not two
             for at_s, then, what in handler(now_s, subject):
-                push(queue, (at_s, next(made), then, what))
+                put(queue, (at_s, next(made), then, what))
+                put = push
+            if put is replace:
+                pop(queue)
             if checked:
                 self.check()
         self._close()
@@ -181,19 +192,17 @@ class Simulation:
         call = SimCall(session, f"{session.uid}/{index}.{session.attempt}", now_s, self._page)
         session.in_flight = call
         self._deadlines.append((now_s, session))
-        events: list[Event] = []
-        if len(self._deadlines) == 1:
-            events.append((now_s + self.client.call_timeout_s, self.on_deadline, None))
+        first = len(self._deadlines) == 1
         gate = session.gate
         ends = self.client.announce_end and index == len(session.calls) - 1
         decision = gate.ask(call, now_s, ends)
         if isinstance(decision, Admit):
-            events += self._admitted(now_s, call)
+            events = self._admitted(now_s, call)
         elif isinstance(decision, Refuse):
-            events += self._refused(now_s, call, decision)
+            events = self._refused(now_s, call, decision)
         else:
-            events += self._wake(now_s, gate, polled=False)
-        return events
+            events = self._wake(now_s, gate, polled=False)
+        return [(now_s + self.client.call_timeout_s, self.on_deadline, None), *events] if first else events
 
     def _admitted(self, now_s: float, call: SimCall) -> Events:
         session = call.session
@@ -210,13 +219,10 @@ class Simulation:
 
     def _fits_at_all(self, call: SimCall) -> bool:
         """Whether the call could run on an otherwise empty deployment; SGLang refuses the others at once."""
-        trunk, page, decode = self._trunk_tokens, self._page, self.profile.decode
-        lend_trunk = trunk if decode.lend else 0
-        return (
-            call.prompt_tokens + trunk + page <= self.profile.prefill.pool_tokens
-            and call.prompt_tokens + max(call.output_tokens, decode.reserve_tokens) + 3 * page + lend_trunk
-            <= decode.pool_tokens
-        )
+        prompt, output = call.prompt_tokens, call.output_tokens
+        if output < self._reserve_tokens:
+            output = self._reserve_tokens
+        return prompt <= self._prefill_fits_tokens and prompt + output <= self._decode_fits_tokens
 
     def on_reserved(self, now_s: float, call: SimCall) -> Events:
         """Decode has given the call its memory."""
@@ -235,7 +241,7 @@ class Simulation:
     def _send(self, now_s: float, call: SimCall) -> Events:
         call.stage = SENDING
         prompt = call.prompt_tokens
-        seconds = self.profile.transfer_s(prompt - call.cached_tokens, prompt - call.decode_matched_tokens)
+        seconds = self._transfer_s(prompt - call.cached_tokens, prompt - call.decode_matched_tokens)
         return ((now_s + seconds, self.on_sent, call),)
 
     def on_sent(self, now_s: float, call: SimCall) -> Events:
@@ -243,19 +249,22 @@ class Simulation:
             return NONE  # aborted on its way; its memory is free again
         session = call.session
         session.prefill.release(call)
-        events = [*session.decode.arrive(now_s, call), *session.prefill.start(now_s)]
         if not session.answered:
             session.answered = True
             self.waiting_first -= 1
-        return events
+        events = session.decode.arrive(now_s, call)
+        more = session.prefill.start(now_s)
+        return [*events, *more] if more else events
 
     def on_finished(self, now_s: float, call: SimCall) -> Events:
-        session, gate = call.session, call.session.gate
+        session, output = call.session, call.output_tokens
+        gate = session.gate
+        policy = gate.policy
         session.in_flight = None
-        self.working_set_tokens += call.output_tokens
-        session.context_tokens += call.output_tokens
-        self._record(now_s, call, Outcome.OK, retried=False)
-        gate.policy.finish(call.call_id, call.output_tokens, now_s)
+        self.working_set_tokens += output
+        session.context_tokens += output
+        self._record(now_s, call, Outcome.OK, False)
+        policy.finish(call.call_id, output, now_s)
         tool_s = session.calls[session.call_index].tool_s
         session.call_index += 1
         session.attempt = 0
@@ -263,7 +272,7 @@ class Simulation:
             self._ended(now_s, session, Outcome.OK)
             return self._changed(now_s, gate) if gate.held else NONE
         events: list[Event] = [(now_s + tool_s, self.on_call, session)]
-        keep_s = gate.policy.keep_until_s(session.uid, now_s)
+        keep_s = policy.keep_until_s(session.uid, now_s)
         if keep_s is not None and keep_s > now_s:
             session.prefill.pin(session)
             session.pinned_until_s = keep_s
@@ -336,7 +345,7 @@ class Simulation:
         session, gate = call.session, call.session.gate
         again = outcome in (Outcome.REJECTED, Outcome.TIMEOUT) and call.first_token_s < 0
         again = again and session.attempt < self.client.retries
-        self._record(now_s, call, outcome, retried=again)
+        self._record(now_s, call, outcome, again)
         session.in_flight = None
         events: list[Event] = []
         if again:
@@ -401,7 +410,7 @@ class Simulation:
 
     # Records.
 
-    def _record(self, now_s: float, call: SimCall, outcome: Outcome, *, retried: bool) -> None:
+    def _record(self, now_s: float, call: SimCall, outcome: Outcome, retried: bool) -> None:
         session = call.session
         session.steps += call.steps_before
         session.steps_on_time += call.steps_before - call.extra_late_steps
@@ -416,7 +425,7 @@ class Simulation:
             call = session.in_flight
             if call is not None:
                 session.decode.cut(ended_s, call)
-                self._record(ended_s, call, Outcome.CANCELLED, retried=False)
+                self._record(ended_s, call, Outcome.CANCELLED, False)
             self.log.session(session, ended_s, Outcome.CANCELLED)
         self.log.close(self, ended_s)
 

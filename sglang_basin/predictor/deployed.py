@@ -60,7 +60,7 @@ class DeployedPredictor:
     def from_files(cls, model: Path | None, log: Path | None = None) -> DeployedPredictor:
         """Load the model and start the log's thread. Raises ModelFileError, and OSError when the log cannot be
         written: at a start both are errors, later nothing is. One log file has one writing process."""
-        loaded = None if model is None else load_model(model).ready()
+        loaded = None if model is None else load_model(model)
         if log is None:
             return cls(loaded)
         with log.open("ab"):

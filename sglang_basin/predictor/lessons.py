@@ -25,21 +25,21 @@ PARTS = 3
 
 _ERROR = struct.Struct("<Bf2e")
 _ERRORS = np.dtype([("stage", "u1"), ("log_context", "<f4"), ("mean", "<f2"), ("spread", "<f2")])
-_ROW = struct.Struct(f"<B{len(NAMES) + PARTS}e")
 _ROWS = np.dtype([("place", "u1"), ("values", "<f2", (len(NAMES),)), ("parts", "<f2", (PARTS,))])
 
 
 class Guess(NamedTuple):
-    """A prediction before it becomes quantiles."""
+    """A prediction, and what it was made of."""
 
-    row: Sequence[float]
+    row: npt.NDArray[np.float64]
+    """The features, and after them the means of trend, line and forest."""
     stage: int
     log_context: float
     mean: float
     spread: float
     """Of ln(peak / context)."""
-    parts: tuple[float, float, float]
-    """The means of trend, line and forest."""
+    tokens: Sequence[float]
+    """The peak at each of `policy.prediction.SHARES`."""
 
 
 class Lessons:
@@ -80,8 +80,8 @@ class Lessons:
     def _keep(self, guess: Guess, noted: int, place: int) -> None:
         self._errors += _ERROR.pack(guess.stage, guess.log_context, guess.mean, guess.spread)
         if place < KEPT_ROWS:
-            start, stop = place * _ROW.size, (place + 1) * _ROW.size
-            row = _ROW.pack(noted, *guess.row, *guess.parts)
+            start, stop = place * _ROWS.itemsize, (place + 1) * _ROWS.itemsize
+            row = bytes((noted,)) + guess.row.astype("<f2").tobytes()
             self._rows = self._rows[:start] + row + self._rows[stop:]
 
     def _pack_first(self) -> None:

@@ -15,15 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_basin.predictor.features import NAMES, ZEROS_AT_FIRST, History
+from sglang_basin.predictor.arithmetic import guess
+from sglang_basin.predictor.features import NAMES
 from sglang_basin.predictor.forest import Forest
-from sglang_basin.predictor.lessons import Guess, Lessons
+from sglang_basin.predictor.history import History
+from sglang_basin.predictor.lessons import PARTS, Guess, Lessons
 from sglang_basin.predictor.line import Line
-from sglang_basin.predictor.online import Averages, Calibration, Mixture, stage
+from sglang_basin.predictor.online import STAGES, Averages, Calibration, Mixture, stage
 from sglang_basin.predictor.text import Task, TextScore
-
-MIN_VARIANCE = 1e-4
-MAX_LOG_GROWTH = 12.0
 
 TASK_VARIANCE = 0.15
 """Of log peaks among runs of one task, until the deployment has shown its own (Terminal-Bench: 0.14)."""
@@ -84,13 +83,16 @@ class PeakModel:
         self.forest = forest
         self.calibration = calibration
         self.text = text
+        forest.check(len(NAMES), STAGES - 1)
+        self._arrays = (
+            *(forest.questions, forest.thresholds, forest.of_leaves),
+            *(trend.columns, trend.middle, trend.scale, trend.slopes),
+            *(line.columns, line.middle, line.scale, line.slopes),
+            *(mixture.shares, calibration.scores),
+        )
+        """All of these are changed in place, never replaced."""
         self.tasks = Averages(capacity=self.settings.tasks, horizon=self.settings.horizon_sessions)
         self.kins = Averages(capacity=self.settings.kins, horizon=self.settings.horizon_sessions)
-
-    def ready(self) -> PeakModel:
-        """Itself, for many new sessions: some ten milliseconds now, for microseconds of each first guess."""
-        self.forest.know_first(ZEROS_AT_FIRST)
-        return self
 
     def subject(self, task: Task | None, kin: int | None, score: float | None = None) -> Subject:
         """`score` is what `self.text` makes of the task, where that is known already."""
@@ -101,32 +103,23 @@ class PeakModel:
         return Subject(kin, task.fingerprint, score, task.characters)
 
     def guess(self, history: History, subject: Subject) -> Guess:
-        kin = self.kins.shrunk(subject.kin, self.log_peak)
-        row = history.row(kin, subject.text_score, subject.characters)
-        at_stage, first = stage(history.calls), history.at_first()
-        of_forest, variance = self.forest.moments(row, at_stage, first=first)
-        of_trend, of_line = self.trend.value(row, first=first), self.line.value(row, first=first)
-        parts = (of_trend, of_line, of_forest)
-        to_trend, to_line, to_forest = self.mixture.shares
-        mean = to_trend * of_trend + to_line * of_line + to_forest * of_forest
-        variance += MIN_VARIANCE
+        kin, at_stage = self.kins.shrunk(subject.kin, self.log_peak), stage(history.calls)
         runs, reached = self.tasks.alone(subject.task)
-        if runs > 0:
-            of_task = self.tasks.within_variance(TASK_VARIANCE) * (1.0 + 1.0 / runs)
-            further, of_task = above_zero(reached - row[0], of_task)
-            mean += variance / (variance + of_task) * (further - mean)
-            variance = min(variance, of_task) + MIN_VARIANCE
-        return Guess(row, at_stage, row[0], mean, math.sqrt(variance), parts)
-
-    def quantiles(self, guess: Guess) -> list[float]:
-        """The peak, in tokens, at each of `SHARES`."""
-        context, mean, spread, exp = math.exp(guess.log_context), guess.mean, guess.spread, math.exp
-        tokens = []
-        for score in self.calibration.scores(guess.stage):
-            growth = mean + spread * score
-            growth = 0.0 if growth < 0.0 else MAX_LOG_GROWTH if growth > MAX_LOG_GROWTH else growth
-            tokens.append(context * exp(growth))
-        return tokens
+        variance = self.tasks.within_variance(TASK_VARIANCE) if runs > 0 else TASK_VARIANCE
+        row = np.empty(len(NAMES) + PARTS)
+        log_context, mean, spread, *tokens = guess(
+            history.sums,
+            kin,
+            subject.text_score,
+            subject.characters,
+            row,
+            at_stage,
+            runs,
+            reached,
+            variance,
+            *self._arrays,
+        )
+        return Guess(row, at_stage, log_context, mean, spread, tokens)
 
     def learn(self, lessons: Lessons, subject: Subject, peak_tokens: int) -> None:
         """A session has ended with this peak, after guesses of which these lessons are left."""
@@ -155,16 +148,3 @@ class PeakModel:
 def row_weight(rows: int) -> float:
     """Of each of a session's rows: long sessions count for more, but not in proportion to their rows."""
     return 1.0 / math.sqrt(rows)
-
-
-def above_zero(mean: float, variance: float) -> tuple[float, float]:
-    """Mean and variance of a normal variable of which is known that it is above 0 (the truncated normal).
-
-    The runs of a task that are over say where they ended; of a run that got past that, only how far beyond is open.
-    """
-    spread = math.sqrt(variance)
-    cut = -mean / spread
-    if cut > 6:  # the tail is exponential there
-        return spread / cut, (spread / cut) ** 2
-    hazard = math.exp(-0.5 * cut * cut) / (math.sqrt(math.pi / 2) * math.erfc(cut / math.sqrt(2)))
-    return mean + spread * hazard, max(0.0, variance * (1.0 + cut * hazard - hazard * hazard))

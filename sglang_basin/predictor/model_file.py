@@ -2,6 +2,9 @@
 
 A file from elsewhere is read like any untrusted input: names, shapes, kinds and sizes are checked before memory is
 taken, numbers must be finite, and what is wrong is said with the file's name and what to do about it.
+
+The HTTP process reads the text score alone: the model's own parts, whose compiled code takes a second to load, are
+imported where a whole model is read.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,11 +26,12 @@ import numpy.typing as npt
 
 from sglang_basin.policy.prediction import SHARES
 from sglang_basin.predictor.features import NAMES
-from sglang_basin.predictor.forest import MAX_DEPTH, MAX_TREES, Forest
-from sglang_basin.predictor.line import Line
-from sglang_basin.predictor.model import TREND_COLUMNS, OnlineSettings, PeakModel
 from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Calibration, Mixture, ascending
 from sglang_basin.predictor.text import BUCKETS, TextScore
+
+if TYPE_CHECKING:
+    from sglang_basin.predictor.line import Line
+    from sglang_basin.predictor.model import OnlineSettings, PeakModel
 
 FORMAT = "sglang-basin peak model"
 VERSION = 2
@@ -94,7 +98,7 @@ def save_model(model: PeakModel, path: Path, *, fitted_on: dict[str, int]) -> No
         "questions": model.forest.questions.astype(np.uint8),
         "thresholds": model.forest.thresholds.astype(np.float32),
         "sums": model.forest.settled_sums().astype(np.float32),
-        "scores": model.calibration.as_array(),
+        "scores": model.calibration.scores,
         "mixture": model.mixture.products,
     }
     if model.text is not None:
@@ -190,6 +194,9 @@ def _text(archive: zipfile.ZipFile) -> TextScore | None:
 
 
 def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakModel:
+    from sglang_basin.predictor.forest import MAX_DEPTH, MAX_TREES, Forest
+    from sglang_basin.predictor.model import TREND_COLUMNS, OnlineSettings, PeakModel
+
     header = _header(archive)
     questions = _array(archive, "questions", np.dtype(np.uint8))
     sizes = [1 << depth for depth in range(1, MAX_DEPTH + 1)]
@@ -228,6 +235,8 @@ def _line_arrays(name: str, line: Line) -> dict[str, npt.NDArray[Any]]:
 
 
 def _line(archive: zipfile.ZipFile, name: str, columns: Sequence[int]) -> Line:
+    from sglang_basin.predictor.line import Line
+
     count, kind = len(columns), np.dtype(np.float64)
     middle = _array(archive, f"{name}_middle", kind, (count,))
     scale = _array(archive, f"{name}_scale", kind, (count,))

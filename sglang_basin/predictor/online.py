@@ -123,11 +123,12 @@ class Mixture:
         parts = len(self.products)
         tenths = itertools.product(range(self.STEPS + 1), repeat=parts)
         self._choices = np.array([one for one in tenths if sum(one) == self.STEPS]) / self.STEPS
+        self.shares = np.empty(parts)
         self._choose()
 
     def _choose(self) -> None:
         losses = ((self._choices @ self.products) * self._choices).sum(axis=1)
-        self.shares: tuple[float, ...] = tuple(self._choices[int(losses.argmin())].tolist())
+        self.shares[:] = self._choices[int(losses.argmin())]
 
     def learn(self, errors: npt.NDArray[Any], weight: float, forget: float) -> None:
         """`errors`: (predictions, parts), each with `weight`; what was there before counts (1 - forget) as much."""
@@ -147,21 +148,16 @@ class Calibration:
     def __init__(self, scores: npt.NDArray[Any], step: float = 0.05) -> None:
         if scores.shape != (STAGES, len(SHARES)):
             raise ValueError(f"calibration: scores must be {STAGES} x {len(SHARES)}, got {scores.shape}")
-        self._scores = [sorted(map(float, row)) for row in scores]
+        self.scores = np.sort(np.array(scores, np.float64, order="C"), axis=1)
         self.step = step
-
-    def scores(self, at_stage: int) -> list[float]:
-        return self._scores[at_stage]
 
     def learn(self, at_stage: int, error: float, weight: float = 1.0) -> None:
         """`error`: the truth's standard score, (truth - mean) / spread."""
-        row = self._scores[at_stage]
+        row = self.scores[at_stage].tolist()
         for place, share in enumerate(SHARES):
             row[place] += self.step * weight * (share - (error <= row[place]))
         row.sort()
-
-    def as_array(self) -> npt.NDArray[np.float64]:
-        return np.array(self._scores)
+        self.scores[at_stage] = row
 
 
 ENOUGH_ROWS = 60

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from sglang_basin.policy.prediction import PeaksSeen, Prediction
 from sglang_basin.policy.sessions import Session
-from sglang_basin.predictor.features import PACKED_BYTES, History
+from sglang_basin.predictor.history import PACKED_BYTES, History
 from sglang_basin.predictor.lessons import Lessons
 from sglang_basin.predictor.model import PeakModel, Subject
 from sglang_basin.predictor.online import stage_begins
@@ -173,7 +173,8 @@ class TrainedPredictor:
 
     def forget(self, session_id: str) -> None:
         """The session went away without having shown its peak: refused, or never admitted."""
-        self._take(session_id)
+        self._of.pop(session_id, None)
+        self._open.pop(session_id, None)
 
     def _follow(self, session_id: str) -> _Followed:
         followed = self._open.get(session_id)
@@ -187,7 +188,7 @@ class TrainedPredictor:
         if len(self._open) > OPEN_SESSIONS:
             self._put_away(*self._open.popitem(last=False))
         if len(self._of) > self._max_sessions:
-            self._take(next(iter(self._of)))
+            self.forget(next(iter(self._of)))
         return followed
 
     def _put_away(self, session_id: str, followed: _Followed) -> None:
@@ -215,7 +216,7 @@ class TrainedPredictor:
         guess = model.guess(followed.history, followed.subject or _UNKNOWN)
         followed.lessons.note(guess, self._draw)
         followed.guessed(guess.stage, tokens)
-        return Prediction(array("d", model.quantiles(guess)))
+        return Prediction(array("d", guess.tokens))
 
     def failed(self, error: Exception) -> None:
         """Count an exception that the caller kept from going further."""

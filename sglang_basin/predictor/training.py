@@ -12,10 +12,11 @@ import numpy.typing as npt
 from scipy.sparse import csr_matrix
 from sklearn.linear_model import RidgeCV
 
-from sglang_basin.predictor.features import History
-from sglang_basin.predictor.forest import Floats, Forest, ForestSettings, fit_forest
+from sglang_basin.predictor.arithmetic import MIN_VARIANCE, Floats
+from sglang_basin.predictor.forest import Forest, ForestSettings, fit_forest
+from sglang_basin.predictor.history import History
 from sglang_basin.predictor.line import Line, fit_line
-from sglang_basin.predictor.model import MIN_VARIANCE, TREND_COLUMNS, OnlineSettings, PeakModel, row_weight
+from sglang_basin.predictor.model import TREND_COLUMNS, OnlineSettings, PeakModel, row_weight
 from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Averages, Calibration, Mixture, fit_scores, stage
 from sglang_basin.predictor.recorded import Recorded
 from sglang_basin.predictor.text import BUCKETS, Task, TextScore
@@ -160,7 +161,7 @@ def _rows(
     kins: Averages,
 ) -> Prepared:
     """Every session seen at the arrival and at the end of some of its calls."""
-    values: list[list[float]] = []
+    values: list[Floats] = []
     targets: list[float] = []
     weights: list[float] = []
     stages: list[int] = []

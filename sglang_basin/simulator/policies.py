@@ -25,8 +25,6 @@ from sglang_basin.policy.priority import ArrivalOrder, SizeAwareOrder
 from sglang_basin.policy.reservation import law_named
 from sglang_basin.policy.rivals import RIVALS
 from sglang_basin.policy.shedding import SheddingSettings
-from sglang_basin.predictor.model_file import default_model_path, load_model
-from sglang_basin.predictor.predictor import TrainedPredictor
 from sglang_basin.replay.plan import Plan
 from sglang_basin.simulator.oracle import NoisyOracle, OracleSettings
 from sglang_basin.simulator.profile import HardwareProfile
@@ -97,6 +95,9 @@ def _basin(
         if options.predictor == "oracle":
             return NoisyOracle(plan, noisy)
         if options.predictor == "trained":
+            from sglang_basin.predictor.model_file import default_model_path, load_model  # takes a second
+            from sglang_basin.predictor.predictor import TrainedPredictor
+
             return TrainedPredictor(load_model(Path(options.model) if options.model else default_model_path()))
         return PeaksSeen() if options.predictor == "seen" else None
 

@@ -9,18 +9,19 @@ from made_sessions import SMALL, made
 from sklearn.tree import ExtraTreeRegressor
 
 from sglang_basin.policy.prediction import SHARES
+from sglang_basin.predictor.arithmetic import CUT, MAX_LOG_GROWTH, MIN_VARIANCE, above_zero
 from sglang_basin.predictor.baseline import Baseline
 from sglang_basin.predictor.evaluate import cross_validate, score
-from sglang_basin.predictor.features import NAMES, ZEROS_AT_FIRST, History
+from sglang_basin.predictor.features import NAMES
 from sglang_basin.predictor.fitted import Frozen
-from sglang_basin.predictor.forest import Forest, ForestSettings, fit_forest
+from sglang_basin.predictor.forest import LEFT, Forest, ForestSettings, fit_forest
+from sglang_basin.predictor.history import History
 from sglang_basin.predictor.lessons import Lessons
 from sglang_basin.predictor.line import fit_line
-from sglang_basin.predictor.model import Subject, above_zero
+from sglang_basin.predictor.model import Subject
 from sglang_basin.predictor.model_file import default_model_path, load_model
 from sglang_basin.predictor.online import FIRST_CALLS, Averages, Calibration, Mixture, stage
 from sglang_basin.predictor.training import fit_model
-from sglang_basin.predictor.tree_code import LEFT
 
 SHIPPED = load_model(default_model_path())
 
@@ -55,7 +56,7 @@ def test_quantiles_ascend_from_the_context(model_once, steps):
     for more, context in steps:
         calls += more
         history.advance(calls, context)
-        tokens = model_once.quantiles(model_once.guess(history, Subject()))
+        tokens = model_once.guess(history, Subject()).tokens
         assert len(tokens) == len(SHARES)
         assert tokens == sorted(tokens)
         assert tokens[0] >= context * (1 - 1e-9)
@@ -103,47 +104,64 @@ def test_truncated_normal_by_sampling():
     assert above_zero(-0.4, 0.5) == pytest.approx((drawn.mean(), drawn.var()), rel=0.02)
 
 
-@pytest.mark.parametrize("depth", range(1, 11))
-def test_a_walk_of_several_levels_comes_to_the_same_leaves(depth):
-    rng = np.random.default_rng(depth)
-    size, trees = 1 << depth, 3
-    questions = rng.integers(0, 6, size=(2, trees, size))
-    thresholds = np.where(rng.random((2, trees, size)) < 0.2, LEFT, rng.normal(size=(2, trees, size)))
-    forest = Forest(questions, thresholds, 1 + rng.random((3, 2 * trees * size)))
-    rows, stages = rng.normal(size=(50, 6)), rng.integers(0, 2, size=50)
-    means, variances = forest.moments_of(rows, stages)
-    found = np.array([forest.moments(row, int(stage)) for row, stage in zip(rows, stages, strict=True)])
-    assert np.allclose(found[:, 0], means)
-    assert np.allclose(found[:, 1], variances)
+def walked(forest, row, stage):
+    """Mean and variance by the definition: from node 1 to 2n, or 2n + 1 where the value is above the threshold."""
+    found = []
+    _, trees, size = forest.questions.shape
+    for tree in range(trees):
+        node = 1
+        while node < size:
+            node = 2 * node + int(row[forest.questions[stage, tree, node]] > forest.thresholds[stage, tree, node])
+        weight, target, square = forest.sums[:, (stage * trees + tree) * size + node - size]
+        found.append((target / weight, square / weight))
+    mean, square = np.mean(found, axis=0)
+    return mean, max(0.0, square - mean**2)
 
 
-@given(st.integers(1, 7), st.integers(0, 10_000))
-def test_the_code_for_first_calls_says_what_the_arrays_say(depth, seed):
-    """Whatever columns are known to be 0, and after the leaves have learned."""
+@given(st.integers(1, 10), st.integers(0, 10_000))
+def test_trees_are_walked_as_they_are_defined(depth, seed):
+    """Leaves above the last level among them, and after the leaves have learned."""
     rng = np.random.default_rng(seed)
     size, trees, columns = 1 << depth, 3, 6
     questions = rng.integers(0, columns, size=(2, trees, size))
     thresholds = np.where(rng.random((2, trees, size)) < 0.2, LEFT, rng.normal(size=(2, trees, size)))
-    thresholds[rng.random(thresholds.shape) < 0.1] = 0.0
     forest = Forest(questions, thresholds, 1 + rng.random((3, 2 * trees * size)))
-    zeros = rng.choice(columns, size=rng.integers(0, columns + 1), replace=False).tolist()
-    forest.know_first(zeros)
     for _ in range(3):
-        row = np.where(np.isin(np.arange(columns), zeros), 0.0, rng.normal(size=columns)).tolist()
-        assert forest.moments(row, 0, first=True) == pytest.approx(forest.moments(row, 0), rel=1e-12)
-        forest.add(np.array([row, rng.normal(size=columns)]), np.array([0, 1]), rng.normal(size=2), 0.5, 1 / 50)
+        rows = rng.normal(size=(2, columns))
+        for at_stage in (0, 1):
+            assert forest.moments(rows[0], at_stage) == pytest.approx(walked(forest, rows[0], at_stage), abs=1e-12)
+        forest.add(rows, np.array([0, 1]), rng.normal(size=2), 0.5, 1 / 50)
 
 
-@given(st.integers(1, 10**7), st.floats(-9, 9), st.integers(0, 10**6), st.floats(0, 16))
-def test_a_first_guess_in_short_is_the_one_in_full(tokens, score, characters, kin):
-    """The columns taken for 0 are 0, and leaving them out changes nothing but roundings."""
+def test_a_forest_is_asked_only_about_what_it_has():
+    forest = Forest(np.full((2, 1, 2), 5), np.zeros((2, 1, 2)), np.ones((3, 4)))
+    assert forest.moments(np.zeros(6), 1) == (1.0, 0.0)
+    with pytest.raises(IndexError):
+        forest.moments(np.zeros(5), 1)
+    with pytest.raises(IndexError):
+        forest.moments(np.zeros(6), 2)
+    with pytest.raises(IndexError):
+        forest.moments(np.zeros(6), -1)
+    with pytest.raises(IndexError):
+        forest.leaves_of(np.zeros((2, 6)), np.array([1, -1]))
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**7), st.integers(0, 10**5)), min_size=1, max_size=20), st.floats(-9, 9))
+def test_a_guess_is_made_of_its_parts(calls, text_score):
     history = History()
-    history.advance(1, tokens)
-    assert history.at_first()
-    row = history.row(kin, score, characters)
-    assert not any(row[place] for place in ZEROS_AT_FIRST)
-    assert SHIPPED.line.value(row, first=True) == pytest.approx(SHIPPED.line.value(row), rel=1e-9, abs=1e-9)
-    assert SHIPPED.trend.value(row, first=True) == pytest.approx(SHIPPED.trend.value(row), rel=1e-9, abs=1e-9)
+    for number, (prompt, output) in enumerate(calls, 1):
+        history.advance(number, prompt, 1.0)
+        history.advance(number, prompt + output)
+    guess = SHIPPED.guess(history, Subject(text_score=text_score, characters=77))
+    row = history.row(SHIPPED.kins.shrunk(None, SHIPPED.log_peak), text_score, 77)
+    assert np.array_equal(guess.row[: len(NAMES)], row)
+    of_forest, variance = walked(SHIPPED.forest, row, stage(len(calls)))
+    parts = np.array([SHIPPED.trend.value(row), SHIPPED.line.value(row), of_forest])
+    assert guess.row[len(NAMES) :] == pytest.approx(parts, abs=1e-9)
+    assert guess.mean == pytest.approx(float(SHIPPED.mixture.shares @ parts), abs=1e-9)
+    assert guess.spread == pytest.approx(math.sqrt(variance + MIN_VARIANCE), rel=1e-6)
+    growth = np.clip(guess.mean + guess.spread * SHIPPED.calibration.scores[guess.stage], 0, MAX_LOG_GROWTH)
+    assert guess.tokens == pytest.approx(np.exp(row[0] + growth))
 
 
 def test_forest_one_row_as_many():
@@ -157,6 +175,8 @@ def test_forest_one_row_as_many():
         assert forest.moments(rows[place], int(stages[place])) == pytest.approx((means[place], variances[place]))
     assert np.corrcoef(means, targets)[0, 1] > 0.8
     line = fit_line(rows, targets, np.ones(300))
+    standard = np.clip((rows[5] - line.middle) / line.scale, -CUT, CUT)
+    assert line.value(rows[5]) == pytest.approx(float(line.slopes @ [*standard, 1.0]))
     assert line.value(rows[5]) == pytest.approx(line.values_of(rows)[5])
 
 
@@ -227,7 +247,7 @@ def test_calibration_finds_its_coverage_after_a_jump():
     for number in range(2500):
         error = rng.gauss(3.0, 2.0)
         if number >= 500:
-            for share, value in zip(SHARES, calibration.scores(3), strict=True):
+            for share, value in zip(SHARES, calibration.scores[3], strict=True):
                 below[share] += error <= value
         calibration.learn(3, error)
     for share in SHARES:

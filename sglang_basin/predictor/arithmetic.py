@@ -1,0 +1,404 @@
+"""The predictor's inner loops, compiled by numba: an admission waits for them, and a simulated run makes thousands.
+
+    advance, write_row     a session's calls -> sums -> a row of features (`features`)
+    leaves_of, moments     a row -> a leaf of each tree -> what the leaves hold (`forest`)
+    value                  a row -> a straight line's value (`line`)
+    guess                  all of it, mixed -> mean, spread and quantiles (`model`)
+
+All types are given, so that everything is compiled when this module is loaded, never while a call waits. The machine
+code is kept on disk, beside this file or, where that cannot be written, in the user's cache; numba makes it anew when
+this file has changed. It does not notice changes elsewhere: whatever these functions use is in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import erfc, exp, log, log1p, pi, sqrt
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba.types import UniTuple, b1, f8, i8, u1, void
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Questions = npt.NDArray[np.uint8]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+HISTORY = np.dtype(
+    [(name, "<i8") for name in ("output_sum", "result_sum")]
+    + [
+        (name, "<f8")
+        for name in (
+            "growth_recent",
+            "output_recent",
+            "result_recent",
+            "log_output_sum",
+            "log_output_squares",
+            "log_output_recent",
+            "log_result_sum",
+            "log_result_squares",
+            "log_result_recent",
+            "log_pause_sum",
+            "log_pause_last",
+            "log_pause_max",
+            "log_pause_recent",
+        )
+    ]
+    + [
+        (name, "<i4")
+        for name in (
+            "calls",
+            "context",
+            "first",
+            "prompt",
+            "growth_max",
+            "outputs",
+            "output_max",
+            "small_outputs",
+            "large_outputs",
+            "results",
+            "result_last",
+            "small_results",
+            "large_results",
+            "shrinks",
+        )
+    ]
+    + [("output_counted", "?")]
+)
+"""What is kept of one session, in an order that leaves no gaps."""
+
+_HISTORY = numba.typeof(np.zeros(1, HISTORY))
+_VECTOR, _TABLE, _CUBE = f8[::1], f8[:, ::1], f8[:, :, ::1]
+_COUNTS, _COUNT_TABLE, _QUESTIONS = i8[::1], i8[:, ::1], u1[:, :, ::1]
+
+
+def _compiled(result: Any, *arguments: Any) -> Callable[[Function], Function]:
+    """Compile for these types, numba's. A `_HISTORY` is an array of one record."""
+
+    def compile_it(function: Function) -> Function:
+        try:
+            made: Function = numba.njit(result(*arguments), cache=True)(function)
+        except RuntimeError:  # no folder to keep it in
+            made = numba.njit(result(*arguments))(function)
+        return made
+
+    return compile_it
+
+
+# ---- A session's calls ---------------------------------------------------------------------------------------------
+
+MOST = 2**31 - 1
+"""Calls and tokens beyond that count as so many: no sum below can overflow."""
+
+RECENT = 0.3
+"""How much the latest value counts in a recent mean."""
+SMALL_RESULT_TOKENS = 100
+LARGE_RESULT_TOKENS = 1500
+SMALL_OUTPUT_TOKENS = 60
+LARGE_OUTPUT_TOKENS = 500
+SHRINK_SHARE = 0.8
+"""A prompt below this share of the context before it counts as a compaction."""
+
+
+@_compiled(void, _HISTORY, i8, f8)
+def _take_result(history: Any, prompt: int, pause_s: float) -> None:
+    of = history[0]
+    grown, result = prompt - of.prompt, max(0, prompt - of.context)
+    of.growth_max = max(of.growth_max, grown)
+    logged = log1p(result)
+    pause = log1p(10.0 * pause_s) if pause_s > 0 else 0.0
+    recent = RECENT if of.results else 1.0
+    of.growth_recent += recent * (grown - of.growth_recent)
+    of.result_recent += recent * (result - of.result_recent)
+    of.log_result_recent += recent * (logged - of.log_result_recent)
+    of.log_pause_recent += recent * (pause - of.log_pause_recent)
+    of.shrinks += prompt < SHRINK_SHARE * of.context
+    of.results += 1
+    of.result_last = result
+    of.result_sum += result
+    of.log_result_sum += logged
+    of.log_result_squares += logged * logged
+    of.small_results += result < SMALL_RESULT_TOKENS
+    of.large_results += result > LARGE_RESULT_TOKENS
+    of.log_pause_sum += pause
+    of.log_pause_last = pause
+    of.log_pause_max = max(of.log_pause_max, pause)
+
+
+@_compiled(void, _HISTORY, i8)
+def _take_output(history: Any, output: int) -> None:
+    of = history[0]
+    logged = log1p(output)
+    recent = RECENT if of.outputs else 1.0
+    of.output_recent += recent * (output - of.output_recent)
+    of.log_output_recent += recent * (logged - of.log_output_recent)
+    of.outputs += 1
+    of.output_sum += output
+    of.output_max = max(of.output_max, output)
+    of.log_output_sum += logged
+    of.log_output_squares += logged * logged
+    of.small_outputs += output < SMALL_OUTPUT_TOKENS
+    of.large_outputs += output > LARGE_OUTPUT_TOKENS
+
+
+@_compiled(b1, _HISTORY, i8, i8, f8)
+def advance(history: Any, calls: int, context_tokens: int, pause_s: float) -> bool:
+    """`features.History.advance`."""
+    of = history[0]
+    calls, context = min(calls, MOST), min(max(1, context_tokens), MOST)
+    if calls == of.calls and context == of.context:
+        return False
+    if calls > of.calls:
+        if of.calls > 0:
+            _take_result(history, context, pause_s)
+        else:
+            of.first = context
+        of.calls, of.prompt = calls, context
+        of.output_counted = False
+    elif not of.output_counted:
+        of.output_counted = True
+        _take_output(history, max(0, context - of.prompt))
+    of.context = context
+    return True
+
+
+@_compiled(void, _HISTORY, f8, f8, i8, _VECTOR)
+def write_row(history: Any, kin_log_peak: float, text_score: float, text_characters: int, row: Floats) -> None:
+    """The features, in the order of `features.NAMES`, into `row`."""
+    of = history[0]
+    log_context, log_first = log(max(1, of.context)), log(max(1, of.first))
+    results, outputs = max(1, of.results), max(1, of.outputs)
+    mean_log_result, mean_log_output = of.log_result_sum / results, of.log_output_sum / outputs
+    row[0] = log_context
+    row[1] = log_first
+    row[2] = log(max(1, of.calls))
+    row[3] = log_context - log_first
+    row[4] = log1p(max(0, of.context - of.first) / results)
+    row[5] = log1p(max(0.0, of.growth_recent))
+    row[6] = log1p(of.growth_max)
+    row[7] = log1p(of.output_sum / outputs)
+    row[8] = log1p(of.output_recent)
+    row[9] = log1p(of.output_max)
+    row[10] = log1p(of.result_sum / results)
+    row[11] = log1p(of.result_recent)
+    row[12] = log1p(of.result_last)
+    row[13] = mean_log_output
+    row[14] = mean_log_result
+    row[15] = sqrt(max(0.0, of.log_result_squares / results - mean_log_result * mean_log_result))
+    row[16] = of.small_results / results
+    row[17] = of.large_results / results
+    row[18] = of.shrinks
+    row[19] = sqrt(max(0.0, of.log_output_squares / outputs - mean_log_output * mean_log_output))
+    row[20] = of.small_outputs / outputs
+    row[21] = of.large_outputs / outputs
+    row[22] = of.log_output_recent - mean_log_output
+    row[23] = of.log_result_recent - mean_log_result
+    row[24] = of.log_pause_last
+    row[25] = of.log_pause_sum / results
+    row[26] = of.log_pause_recent
+    row[27] = of.log_pause_max
+    row[28] = kin_log_peak - log_context
+    row[29] = text_score
+    row[30] = log1p(text_characters)
+
+
+# ---- Trees ---------------------------------------------------------------------------------------------------------
+#
+# `questions`, `thresholds`: (stages, trees, leaves), as in `forest.Forest`; a leaf's number counts through all of them.
+
+
+@_compiled(i8, _VECTOR, i8, i8, _QUESTIONS, _CUBE)
+def _leaf(row: Floats, stage: int, tree: int, questions: Questions, thresholds: Floats) -> int:
+    trees, size = questions.shape[1:]
+    asked, cuts = questions[stage, tree], thresholds[stage, tree]
+    node = 1
+    while node < size:
+        node = 2 * node + (row[asked[node]] > cuts[node])
+    leaf: int = (stage * trees + tree) * size + node - size
+    return leaf
+
+
+@_compiled(_COUNT_TABLE, _TABLE, _COUNTS, _QUESTIONS, _CUBE)
+def leaves_of(rows: Floats, stages: Ints, questions: Questions, thresholds: Floats) -> Ints:
+    """(rows, trees): the leaf of each tree that each row falls into."""
+    trees = questions.shape[1]
+    leaves = np.empty((len(rows), trees), np.int64)
+    for number in range(len(rows)):
+        for tree in range(trees):
+            leaves[number, tree] = _leaf(rows[number], stages[number], tree, questions, thresholds)
+    return leaves
+
+
+@_compiled(UniTuple(f8, 2), _VECTOR, i8, _QUESTIONS, _CUBE, _TABLE)
+def moments(
+    row: Floats, stage: int, questions: Questions, thresholds: Floats, of_leaves: Floats
+) -> tuple[float, float]:
+    """Mean and variance (≥ 0) of the target. `of_leaves`: (leaves, 2), mean and mean square in each."""
+    trees = questions.shape[1]
+    mean = square = 0.0
+    for tree in range(trees):
+        leaf = _leaf(row, stage, tree, questions, thresholds)
+        mean += of_leaves[leaf, 0]
+        square += of_leaves[leaf, 1]
+    mean, square = mean / trees, square / trees
+    return mean, max(0.0, square - mean * mean)
+
+
+@_compiled(void, _COUNT_TABLE, _VECTOR, f8, _TABLE, _TABLE)
+def add_to_leaves(leaves: Ints, targets: Floats, weight: float, sums: Floats, of_leaves: Floats) -> None:
+    """Each row, with its target, to its leaves. `sums`: (3, leaves), of weight, target and target²."""
+    for number in range(len(leaves)):
+        target = targets[number]
+        for leaf in leaves[number]:
+            sums[0, leaf] += weight
+            sums[1, leaf] += weight * target
+            sums[2, leaf] += weight * (target * target)
+    for number in range(len(leaves)):
+        for leaf in leaves[number]:  # some more than once
+            of_leaves[leaf, 0] = sums[1, leaf] / sums[0, leaf]
+            of_leaves[leaf, 1] = sums[2, leaf] / sums[0, leaf]
+
+
+# ---- Lines ---------------------------------------------------------------------------------------------------------
+#
+# `columns`, `middle`, `scale`: one number for each column, as in `line.Line`; `slopes` has the constant at its end.
+
+CUT = 4.0
+"""Of a standardised value."""
+
+
+@_compiled(f8, _VECTOR, _COUNTS, _VECTOR, _VECTOR, _VECTOR)
+def value(row: Floats, columns: Ints, middle: Floats, scale: Floats, slopes: Floats) -> float:
+    """Of the line, for one row."""
+    total: float = slopes[-1]
+    for place in range(len(columns)):
+        standard = (row[columns[place]] - middle[place]) / scale[place]
+        total += slopes[place] * min(max(standard, -CUT), CUT)
+    return total
+
+
+@_compiled(void, _TABLE, _VECTOR, f8, f8, _COUNTS, _VECTOR, _VECTOR, _TABLE, _VECTOR)
+def add_to_line(
+    rows: Floats,
+    targets: Floats,
+    weight: float,
+    keep: float,
+    columns: Ints,
+    middle: Floats,
+    scale: Floats,
+    gram: Floats,
+    moment: Floats,
+) -> None:
+    """Each row, with its target, to the sums `gram` and `moment`, of which `keep` stays."""
+    gram *= keep
+    moment *= keep
+    standard = np.ones(len(moment))
+    for number in range(len(rows)):
+        for place in range(len(columns)):
+            apart = (rows[number, columns[place]] - middle[place]) / scale[place]
+            standard[place] = min(max(apart, -CUT), CUT)
+        for place in range(len(moment)):
+            weighted = weight * standard[place]
+            moment[place] += weighted * targets[number]
+            for other in range(len(moment)):
+                gram[place, other] += weighted * standard[other]
+
+
+# ---- A guess -------------------------------------------------------------------------------------------------------
+
+MIN_VARIANCE = 1e-4
+MAX_LOG_GROWTH = 12.0
+
+
+@_compiled(UniTuple(f8, 2), f8, f8)
+def above_zero(mean: float, variance: float) -> tuple[float, float]:
+    """Mean and variance of a normal variable of which is known that it is above 0 (the truncated normal).
+
+    The runs of a task that are over say where they ended; of a run that got past that, only how far beyond is open.
+    """
+    spread = sqrt(variance)
+    cut = -mean / spread
+    if cut > 6:  # the tail is exponential there
+        return spread / cut, (spread / cut) ** 2
+    hazard = exp(-0.5 * cut * cut) / (sqrt(pi / 2) * erfc(cut / sqrt(2.0)))
+    return mean + spread * hazard, max(0.0, variance * (1.0 + cut * hazard - hazard * hazard))
+
+
+@_compiled(
+    UniTuple(f8, 8),
+    _HISTORY,
+    f8,
+    f8,
+    i8,
+    _VECTOR,
+    i8,
+    f8,
+    f8,
+    f8,
+    _QUESTIONS,
+    _CUBE,
+    _TABLE,
+    _COUNTS,
+    _VECTOR,
+    _VECTOR,
+    _VECTOR,
+    _COUNTS,
+    _VECTOR,
+    _VECTOR,
+    _VECTOR,
+    _VECTOR,
+    _TABLE,
+)
+def guess(
+    history: Any,
+    kin_log_peak: float,
+    text_score: float,
+    text_characters: int,
+    row: Floats,
+    stage: int,
+    runs: float,
+    reached: float,
+    task_variance: float,
+    questions: Questions,
+    thresholds: Floats,
+    of_leaves: Floats,
+    trend_columns: Ints,
+    trend_middle: Floats,
+    trend_scale: Floats,
+    trend_slopes: Floats,
+    line_columns: Ints,
+    line_middle: Floats,
+    line_scale: Floats,
+    line_slopes: Floats,
+    shares: Floats,
+    scores: Floats,
+) -> tuple[float, ...]:
+    """What `model.PeakModel` says of a session: log context; mean and spread of ln(peak / context); five quantiles of
+    the peak, in tokens. Into `row` go the features and, after them, the means of trend, line and forest.
+
+    `runs` of the same task (0 for a stranger's) got to the log peak `reached` on average, around which such runs have
+    the variance `task_variance`. `shares` are those of trend, line and forest; `scores`: (stages, quantiles).
+    """
+    write_row(history, kin_log_peak, text_score, text_characters, row)
+    log_context = row[0]
+    of_forest, variance = moments(row, stage, questions, thresholds, of_leaves)
+    of_trend = value(row, trend_columns, trend_middle, trend_scale, trend_slopes)
+    of_line = value(row, line_columns, line_middle, line_scale, line_slopes)
+    mean = shares[0] * of_trend + shares[1] * of_line + shares[2] * of_forest
+    variance += MIN_VARIANCE
+    if runs > 0:
+        further, of_task = above_zero(reached - log_context, task_variance * (1.0 + 1.0 / runs))
+        mean += variance / (variance + of_task) * (further - mean)
+        variance = min(variance, of_task) + MIN_VARIANCE
+    spread, context = sqrt(variance), exp(log_context)
+    q10, q25, q50, q75, q90 = (
+        context * exp(min(max(0.0, mean + spread * scores[stage, 0]), MAX_LOG_GROWTH)),
+        context * exp(min(max(0.0, mean + spread * scores[stage, 1]), MAX_LOG_GROWTH)),
+        context * exp(min(max(0.0, mean + spread * scores[stage, 2]), MAX_LOG_GROWTH)),
+        context * exp(min(max(0.0, mean + spread * scores[stage, 3]), MAX_LOG_GROWTH)),
+        context * exp(min(max(0.0, mean + spread * scores[stage, 4]), MAX_LOG_GROWTH)),
+    )
+    row[-3], row[-2], row[-1] = of_trend, of_line, of_forest
+    return log_context, mean, spread, q10, q25, q50, q75, q90

@@ -1,0 +1,55 @@
+"""One session's calls, followed through the policy's own numbers (calls seen, present context): an arrival shows how
+much the tool's result added, an end how much the model wrote. Kept are sums, not the calls, so the size is fixed and an
+update takes less than a microsecond.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_basin.predictor.arithmetic import HISTORY, advance, write_row
+from sglang_basin.predictor.features import NAMES
+
+PACKED_BYTES = HISTORY.itemsize
+"""Of a packed `History`."""
+
+
+class History:
+    """Sums over one session's calls. Contexts in tokens; `advance` with each change of the session."""
+
+    __slots__ = ("calls", "sums")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.sums = np.frombuffer(bytearray(_NOTHING), HISTORY)
+        """(1,): an `arithmetic.HISTORY`."""
+
+    def advance(self, calls: int, context_tokens: int, pause_s: float = 0.0) -> bool:
+        """Take in the session's present numbers; False when nothing changed. Calls side by side count as one step.
+
+        `pause_s` is the time between the last call's end and this one's arrival; it counts once a call.
+        """
+        if calls > self.calls:
+            self.calls = calls
+        changed: bool = advance(self.sums, calls, context_tokens, pause_s)
+        return changed
+
+    def packed(self) -> bytes:
+        """All of it, for the time between two calls."""
+        return self.sums.tobytes()
+
+    def unpack(self, packed: bytes) -> None:
+        """Become what was `packed`."""
+        self.sums = np.frombuffer(bytearray(packed), HISTORY)
+        self.calls = int(self.sums[0]["calls"])
+
+    def row(self, kin_log_peak: float, text_score: float, text_characters: int) -> npt.NDArray[np.float64]:
+        """The numbers in the order of `NAMES`; finite for whatever was taken in."""
+        row = np.empty(len(NAMES))
+        write_row(self.sums, kin_log_peak, text_score, text_characters, row)
+        return row
+
+
+_NOTHING = bytes(PACKED_BYTES - 1) + b"\1"
+"""A packed `History` of no calls: no output is missing."""

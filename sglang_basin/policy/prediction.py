@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,6 +50,12 @@ class PeakPredictor(Protocol):
         """The session went away without having shown its peak: turned away at the door, or known no longer."""
 
 
+@functools.cache
+def _places_of(count: int) -> tuple[int, ...]:
+    """Where the quantiles at `SHARES` stand among so many ascending numbers."""
+    return tuple(int(share * (count - 1)) for share in SHARES)
+
+
 class PeaksSeen:
     """The peaks of the last sessions that ended, cut off below the session's present context.
 
@@ -72,8 +79,7 @@ class PeaksSeen:
         count = len(self._sorted) - first
         if count < self.MIN_SEEN:
             return Prediction(tuple([now_tokens * factor for factor in self.BLIND]))
-        reached = self._sorted
-        return Prediction(tuple([reached[first + int(share * (count - 1))] for share in SHARES]))
+        return Prediction(tuple([self._sorted[first + place] for place in _places_of(count)]))
 
     def learn(self, session: Session) -> None:
         bisect.insort(self._sorted, float(session.peak_tokens))

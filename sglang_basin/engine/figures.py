@@ -25,7 +25,7 @@ from sglang_basin.status import (
 def door_figures(door: Door | RecordedDoor, now_s: float) -> DoorFigures:
     """The door's state and its largest sessions."""
     state = door.state()
-    largest = heapq.nlargest(TOP_SESSIONS, door.sessions(), key=lambda session: _reserved(door, session))
+    largest = heapq.nlargest(TOP_SESSIONS, door.sessions(), key=_reserved)
     return DoorFigures(
         rule=f"{door.law.name} reservation" if door.settings.enabled else "admission off",
         armed=state.armed,
@@ -40,17 +40,17 @@ def door_figures(door: Door | RecordedDoor, now_s: float) -> DoorFigures:
         reserved_tokens=state.reserved_tokens,
         budget_tokens=state.budget_tokens,
         reference_tokens=state.reference_tokens,
-        sessions=[_session(door, session, now_s) for session in largest],
+        sessions=[_session(session, now_s) for session in largest],
     )
 
 
-def _session(door: Door | RecordedDoor, session: Session, now_s: float) -> SessionFigures:
+def _session(session: Session, now_s: float) -> SessionFigures:
     predicted = None if session.prediction is None else round(session.predicted_peak(0.5))
     return SessionFigures(
         session_id=session.session_id,
         state=_state(session),
         context_tokens=session.context_tokens,
-        reserved_tokens=round(_reserved(door, session)),
+        reserved_tokens=round(_reserved(session)),
         predicted_peak_tokens=predicted,
         calls_seen=session.calls_seen,
         calls_open=len(session.calls),
@@ -66,8 +66,8 @@ def _state(session: Session) -> str:
     return "paused" if session.paused else "waiting" if session.calls else "away"
 
 
-def _reserved(door: Door | RecordedDoor, session: Session) -> float:
-    return session.reserved_tokens if session.live else door.law.reserve(session).tokens
+def _reserved(session: Session) -> float:
+    return session.reserved_tokens if session.live else session.law_tokens
 
 
 def cache_figures(view: EngineView, high_hit_ratio: float | None = None) -> CacheFigures:

@@ -485,7 +485,9 @@ class Door:
             session.shared_tokens = min(found_tokens, front.tokens)
         if session.prompt_id is not None and self._prompts.is_shared(session.prompt_id, session.session_id):
             return min(found_tokens, context_tokens), 0  # the front with it, which the prompt's owner counts
-        shared_tokens = min(session.shared_tokens, context_tokens)
+        shared_tokens = session.shared_tokens
+        if shared_tokens > context_tokens:
+            shared_tokens = context_tokens
         return shared_tokens, shared_tokens
 
     def _may_enter(self, session: Session) -> Reason | None:

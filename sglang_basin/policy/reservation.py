@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from sglang_basin.policy.sessions import Session
 
-
-class Reservation(NamedTuple):
-    """Tokens that a session counts for, and the variance (tokens²) of that count."""
-
-    tokens: float
-    variance: float = 0.0
+Reservation = tuple[float, float]
+"""Tokens that a session counts for, and the variance (tokens²) of that count."""
 
 
 class ReservationLaw(Protocol):
@@ -33,7 +29,7 @@ class ReservationLaw(Protocol):
         """How many standard deviations of the sum the budget must leave room for; 0 for laws without variance."""
 
     def reserve(self, session: Session) -> Reservation:
-        """The reservation of `session`, in tokens, at least its context."""
+        """The reservation of `session`: at least its context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ class CurrentContext:
     z: float = 0.0
 
     def reserve(self, session: Session) -> Reservation:
-        return Reservation(session.context_tokens)
+        return session.context_tokens, 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +64,7 @@ class PartialPeak:
 
     def reserve(self, session: Session) -> Reservation:
         now = session.context_tokens
-        return Reservation(now + self.alpha * (session.predicted_peak(self.share) - now))
+        return now + self.alpha * (session.predicted_peak(self.share) - now), 0.0
 
 
 class StatisticalMultiplexing:
@@ -99,7 +95,7 @@ class StatisticalMultiplexing:
         per_call = session.growth_per_call()
         reached = min(middle, per_call * self.horizon_calls) if per_call is not None else middle
         part = reached / middle if middle > 0 else 1.0
-        return Reservation(now + reached, (part * spread) ** 2)
+        return now + reached, (part * spread) ** 2
 
 
 def law_named(

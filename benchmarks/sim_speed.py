@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import cProfile
 import dataclasses
-import heapq
 import multiprocessing
 import pstats
 import time
@@ -102,12 +101,11 @@ def _some_events(run: Simulation, events: int = 10) -> bool:
     """The loop of `Simulation.run`, for a while; False once the run is over."""
     queue = run._queue
     for _ in range(events):
-        if not queue or queue[0][0] > run.end_s:
+        if not queue or -queue[-1][0] > run.end_s:
             return False
-        now_s, _, handler, subject = heapq.heappop(queue)
-        run.now_s = now_s
-        for at_s, then, what in handler(now_s, subject):
-            heapq.heappush(queue, (at_s, next(run._made), then, what))
+        minus_s, _, handler, subject = queue.pop()
+        run.now_s = -minus_s
+        run._push(handler(run.now_s, subject))
     return True
 
 

@@ -21,6 +21,7 @@ calls hold, chains of running calls and the trunk included; `check` proves it.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Iterable
 
 
@@ -58,7 +59,10 @@ class PrefixCache:
         self.evictable_tokens = 0
         self.trunk_tokens = 0
         self._touches = 0
-        self._lru: list[tuple[float, Chain]] = []  # may hold stale entries
+        self._lru: list[tuple[float, Chain]] = []
+        """(last use, chain), sorted; may hold stale entries. A chain that was just used goes to its end."""
+        self._oldest = 0
+        """Where it begins: what is before that was evicted or stale."""
         self._tidy_at = 1024
 
     def match(self, chain: Chain, limit_tokens: int) -> int:
@@ -84,7 +88,7 @@ class PrefixCache:
             dead.tokens = chain.tokens - keep
             dead.touched = chain.touched - 0.5  # just older, and unlike any other
             self.evictable_tokens += dead.tokens
-            heapq.heappush(self._lru, (dead.touched, dead))
+            insort(self._lru, (dead.touched, dead), self._oldest)
             chain.tokens = keep
         chain.touched = 0.0
 
@@ -113,7 +117,7 @@ class PrefixCache:
             self.host.left_device(chain)
         self.evictable_tokens += kept_tokens
         lru = self._lru
-        heapq.heappush(lru, (touched, chain))
+        lru.append((touched, chain))
         if len(lru) > self._tidy_at:
             self._tidy()
 
@@ -128,13 +132,12 @@ class PrefixCache:
         if chain.pinned:
             chain.pinned = False
             self.evictable_tokens += chain.tokens
-            heapq.heappush(self._lru, (chain.touched, chain))
+            insort(self._lru, (chain.touched, chain), self._oldest)
 
     def _tidy(self) -> None:
         """Forget the stale entries."""
-        lru = self._lru
-        lru[:] = [entry for entry in lru if _rests(entry)]
-        heapq.heapify(lru)
+        self._lru = lru = [entry for entry in self._lru[self._oldest :] if _rests(entry)]
+        self._oldest = 0
         self._tidy_at = max(1024, 2 * len(lru))
 
     def evict(self, tokens: int) -> None:
@@ -143,19 +146,17 @@ class PrefixCache:
         left = -(-tokens // page) * page
         lru = self._lru
         while left > 0:
-            if not lru:
+            if self._oldest == len(lru):
                 raise PoolError(f"{tokens} tokens to evict, but {left} of them are not there")
-            touched, chain = lru[0]
+            touched, chain = lru[self._oldest]
             if chain.touched != touched or chain.pinned or not chain.tokens:
-                heapq.heappop(lru)
+                self._oldest += 1
                 continue
             gone = chain.tokens if chain.tokens < left else left
             chain.tokens -= gone
             left -= gone
             self.free_tokens += gone
             self.evictable_tokens -= gone
-            if not chain.tokens:
-                heapq.heappop(lru)
             if self.host is not None:
                 self.host.left_device(chain)
 
@@ -163,7 +164,8 @@ class PrefixCache:
         """Raise PoolError unless the pool adds up. `held_tokens` is what the instance says its calls hold, besides
         the trunk."""
         pinned = sum(chain.tokens for chain in chains if chain.pinned)
-        evictable = sum(chain.tokens for _, chain in {id(c): (t, c) for t, c in self._lru if _rests((t, c))}.values())
+        resting = {id(entry[1]): entry[1] for entry in self._lru[self._oldest :] if _rests(entry)}
+        evictable = sum(chain.tokens for chain in resting.values())
         parts = (self.free_tokens, self.evictable_tokens, held_tokens, pinned, self.trunk_tokens)
         if min(parts) < 0:
             raise PoolError(f"negative part of a pool: free, evictable, held, pinned, trunk = {parts}")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from sglang_basin.simulator.cache import PoolError, PrefixCache
@@ -85,7 +85,7 @@ class DecodeInstance:
         self._late_steps = 0
         self._planned_step = 0
         self._plan = 0
-        self.tpot_bins: dict[int, int] = {}
+        self.tpot_bins: defaultdict[int, int] = defaultdict(int)
         """Decode steps of sequences by their duration in `TPOT_BIN_S`."""
 
     # Memory.
@@ -270,8 +270,7 @@ class DecodeInstance:
     def cut(self, now_s: float, call: SimCall) -> None:
         """The run is over: count the steps of a call that is in the batch."""
         if call.stage == DECODING:
-            if self.at_s < now_s:
-                self._advance(self._ended_steps(now_s))
+            self._settle(now_s, False)
             self._part(call)
             call.stage = OVER
 
@@ -375,16 +374,14 @@ class DecodeInstance:
                 self._late_steps += steps - min(on_time, steps)
             seconds = steps * step_s + slope_s * (steps * (steps - 1) // 2)
             at_s += seconds
-            duration = int(seconds / steps / TPOT_BIN_S)
-            bins[duration] = bins.get(duration, 0) + steps * running
+            bins[int(seconds / steps / TPOT_BIN_S)] += steps * running
         if at_s < until_s and self.steps + steps < self._planned_step:
             if steps:
                 step_s = self._base_s + self._per_context_s * (context + steps * running)
             if step_s > target_s:
                 self._late_steps += 1
             at_s += step_s
-            duration = int(step_s / TPOT_BIN_S)
-            bins[duration] = bins.get(duration, 0) + running
+            bins[int(step_s / TPOT_BIN_S)] += running
             steps += 1
         grown = steps * running
         self.steps += steps
@@ -398,24 +395,21 @@ class DecodeInstance:
             free = cache.free_tokens
         cache.free_tokens = free - grown
 
-    def _ended_steps(self, now_s: float) -> int:
-        """How many more of the planned steps have ended by now, which is after the end of the last one."""
+    def _settle(self, now_s: float, finish: bool = True) -> None:
+        """Let all planned steps pass that have ended by now, and the one under way, at whose end the batch may change,
+        unless it is not to `finish`."""
         gap_s = now_s - self.at_s
-        first_s = self._base_s + self._per_context_s * self._context_tokens
-        slope_s = self._slope_s
-        if slope_s > 0:
-            linear = first_s - 0.5 * slope_s
-            steps = int((math.sqrt(linear * linear + 2 * slope_s * gap_s) - linear) / slope_s + 1e-9)
-        else:
-            steps = int(gap_s / first_s + 1e-9)
-        left = self._planned_step - self.steps
-        return steps if steps < left else left
-
-    def _settle(self, now_s: float) -> None:
-        """Go on to the end of the step under way, when the batch may change."""
-        if self.at_s >= now_s:
+        if gap_s <= 0:
             return
         if self.running_calls:
-            self._advance(self._ended_steps(now_s), now_s)
-        if self.at_s < now_s:  # nothing runs, or by rounding
+            slope_s = self._slope_s
+            first_s = self._base_s + self._per_context_s * self._context_tokens
+            if slope_s > 0:
+                linear = first_s - 0.5 * slope_s
+                steps = int((math.sqrt(linear * linear + 2 * slope_s * gap_s) - linear) / slope_s + 1e-9)
+            else:
+                steps = int(gap_s / first_s + 1e-9)
+            left = self._planned_step - self.steps
+            self._advance(steps if steps < left else left, now_s if finish else 0.0)
+        if finish and self.at_s < now_s:  # nothing runs, or by rounding
             self.at_s = now_s

@@ -16,6 +16,9 @@ from sglang_basin.simulator.decode import DecodeInstance
 from sglang_basin.simulator.prefill import PrefillInstance
 from sglang_basin.simulator.profile import HardwareProfile
 
+LIVE_SESSION = Reason.LIVE_SESSION
+"""Looked up once: an attribute of an enum costs more than a comparison."""
+
 HIT_RATE_WINDOW_S = 60
 """Over how many seconds the view's hit rate counts, one tick each."""
 
@@ -51,9 +54,12 @@ class Gate:
         decision = self.policy.call(
             call.call_id, call.session.uid, call.prompt_tokens, now_s, ends_session=ends_session
         )
-        if isinstance(decision, Queue):
+        if isinstance(decision, Admit):
+            if decision.reason is not LIVE_SESSION:
+                self._count(decision)
+        elif isinstance(decision, Queue):
             self.held[call.call_id] = call
-        elif decision.reason is not Reason.LIVE_SESSION:
+        else:
             self._count(decision)
         return decision
 

@@ -166,24 +166,21 @@ class PrefillInstance:
 
     def _take(self, call: SimCall) -> bool:
         """Give a waiting call its memory and its prefix. False when the pool cannot hold it now."""
-        cache = self.cache
-        chain = call.session.prefill_chain
+        session, cache, page = call.session, self.cache, self._page
+        chain = session.prefill_chain
         if chain.locked:
             return False  # an aborted attempt of the same session is still in the pass that it was aborted in
-        session, prompt = call.session, call.prompt_tokens
-        limit = call.reusable_tokens
+        prompt, limit = call.prompt_tokens, call.reusable_tokens
         if session.prefilled_index == session.call_index:  # an earlier attempt at this very prompt got this far
-            limit = (prompt - 1) // self._page * self._page
+            limit = (prompt - 1) // page * page
         matched = cache.match(chain, limit)
-        total = -(-prompt // self._page) * self._page
-        need = total - matched
+        need = -(-prompt // page) * page - matched
         shared = chain.shared_tokens
-        kept = matched - shared if matched > shared else 0
-        evictable = cache.evictable_tokens if chain.pinned else cache.evictable_tokens - kept
-        if need > cache.free_tokens + evictable:
-            missing = need - cache.free_tokens - evictable
-            if not self.pinned or not self._unpin(missing, call.session):
-                return False
+        available = cache.free_tokens + cache.evictable_tokens
+        if matched > shared and not chain.pinned:
+            available -= matched - shared
+        if need > available and not (self.pinned and self._unpin(need - available, session)):
+            return False
         cached = matched
         host = self.host
         if host is not None:
@@ -193,7 +190,7 @@ class PrefillInstance:
             self.loaded_tokens += loaded
             call.load_s = loaded / self._costs.host_load_tokens_per_s
         if chain.pinned:
-            del self.pinned[call.session]
+            del self.pinned[session]
         session.prefilled_index = session.call_index
         cache.lock(chain, matched)
         cache.take(need)

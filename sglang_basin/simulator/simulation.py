@@ -21,9 +21,9 @@ Invariants, each with its test in `tests/simulator/test_invariants.py`:
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,13 +119,16 @@ class Simulation:
         ]
         self.gates = [Gate(policy(), profile, prefill, self.decodes) for prefill in self.prefills]
         trunk_tokens = max((s.session.shared_prefix_tokens for s in plan.sessions), default=0)
+        # Calls that could not run on an otherwise empty deployment are refused at once, as by SGLang.
         self._reserve_tokens = profile.decode.reserve_tokens
         self._prefill_fits_tokens = profile.prefill.pool_tokens - trunk_tokens - self._page
         self._decode_fits_tokens = (
             profile.decode.pool_tokens - 3 * self._page - (trunk_tokens if profile.decode.lend else 0)
         )
         self._queue: list[tuple[float, int, Callable[[float, object], Events], object]] = []
-        self._made = itertools.count()
+        """(minus when, minus how many were made before, handler, what it is given), sorted, so that the next event is
+        the last: most events are soon, and go in near there. Half as many comparisons as a heap makes."""
+        self._made = itertools.count(0, -1)
         self._deadlines: deque[tuple[float, SimSession]] = deque()
         """(when an attempt was sent, whose it was), oldest first: all clients have the same patience."""
         self.sessions: list[SimSession] = []
@@ -141,22 +144,17 @@ class Simulation:
         self._push(self._arrival(0))
         self._push(((TICK_S, self.on_tick, None),))
         queue, made, end_s = self._queue, self._made, self.end_s
-        pop, push, replace = heapq.heappop, heapq.heappush, heapq.heapreplace
-        put: Callable[..., object]
-        checked = self._checked
+        pop, checked = queue.pop, self._checked
         while queue:
-            now_s, _, handler, subject = queue[0]
+            minus_s, _, handler, subject = pop()
+            now_s = -minus_s
             if now_s > end_s:
                 break
             if checked and now_s < self.now_s:
                 raise PoolError(f"time ran backwards, from {self.now_s} to {now_s}")
             self.now_s = now_s
-            put = replace  # the first event that follows takes this one's place, for one change of the heap, not two
             for at_s, then, what in handler(now_s, subject):
-                put(queue, (at_s, next(made), then, what))
-                put = push
-            if put is replace:
-                pop(queue)
+                insort(queue, (-at_s, next(made), then, what))
             if checked:
                 self.check()
         self._close()
@@ -164,7 +162,7 @@ class Simulation:
 
     def _push(self, events: Events) -> None:
         for at_s, handler, subject in events:
-            heapq.heappush(self._queue, (at_s, next(self._made), handler, subject))
+            insort(self._queue, (-at_s, next(self._made), handler, subject))
 
     # Sessions and their calls.
 
@@ -206,23 +204,16 @@ class Simulation:
 
     def _admitted(self, now_s: float, call: SimCall) -> Events:
         session = call.session
-        if not session.entered:
-            session.entered = True
-            self.working_set_tokens += call.prompt_tokens
-        else:
-            self.working_set_tokens += call.prompt_tokens - session.context_tokens
-        session.context_tokens = call.prompt_tokens
-        if not self._fits_at_all(call):
+        prompt, output = call.prompt_tokens, call.output_tokens
+        self.working_set_tokens += prompt - session.context_tokens  # of a session that enters, 0
+        session.entered = True
+        session.context_tokens = prompt
+        if output < self._reserve_tokens:
+            output = self._reserve_tokens
+        if prompt > self._prefill_fits_tokens or prompt + output > self._decode_fits_tokens:
             return self._failed(now_s, call, Outcome.ERROR, None)
         call.key = session.gate.policy.order(session.uid, now_s)
         return session.decode.ask(now_s, call) if self._early else session.prefill.enqueue(now_s, call)
-
-    def _fits_at_all(self, call: SimCall) -> bool:
-        """Whether the call could run on an otherwise empty deployment; SGLang refuses the others at once."""
-        prompt, output = call.prompt_tokens, call.output_tokens
-        if output < self._reserve_tokens:
-            output = self._reserve_tokens
-        return prompt <= self._prefill_fits_tokens and prompt + output <= self._decode_fits_tokens
 
     def on_reserved(self, now_s: float, call: SimCall) -> Events:
         """Decode has given the call its memory."""
@@ -411,9 +402,9 @@ class Simulation:
     # Records.
 
     def _record(self, now_s: float, call: SimCall, outcome: Outcome, retried: bool) -> None:
-        session = call.session
-        session.steps += call.steps_before
-        session.steps_on_time += call.steps_before - call.extra_late_steps
+        session, steps = call.session, call.steps_before
+        session.steps += steps
+        session.steps_on_time += steps - call.extra_late_steps
         if session.call_index == 0 and call.first_token_s >= 0:
             session.first_token_s = call.first_token_s
         self.log.call(call, now_s, outcome, retried)

@@ -60,6 +60,7 @@ class DecodeInstance:
         self._reserved = reserved
         self._finished = finished
         self._aborted = aborted
+        self._on_plan = self.on_plan  # bound once, not with every event
         self.cache = PrefixCache(costs.pool_tokens, profile.page_tokens)
         self._lend_cap_tokens = int(costs.pool_tokens * costs.lend_share) if costs.lend else 0
         self._asking: list[tuple[float, int, SimCall]] = []
@@ -361,7 +362,7 @@ class DecodeInstance:
         self._planned_step = self.steps + steps
         first_s = self._base_s + self._per_context_s * self._context_tokens
         seconds = steps * first_s + self._slope_s * (steps * (steps - 1) // 2)
-        return ((self.at_s + seconds, self.on_plan, plan),)
+        return ((self.at_s + seconds, self._on_plan, plan),)
 
     def _advance(self, steps: int, until_s: float = 0.0) -> None:
         """Let so many whole steps pass, and then the one that is under way at `until_s`, if it was planned."""

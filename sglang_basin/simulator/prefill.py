@@ -32,6 +32,7 @@ class PrefillInstance:
         self._profile = profile
         self._page = page = profile.page_tokens
         self._prefilled = prefilled
+        self._on_pass_end = self.on_pass_end  # bound once, not with every event
         self.host = HostTier(costs.host_tokens, page) if costs.host_tokens else None
         self.cache = PrefixCache(costs.pool_tokens, page, self.host)
         self._queue: list[tuple[float, int, SimCall]] = []  # may hold calls that are over
@@ -76,8 +77,6 @@ class PrefillInstance:
 
     def start(self, now_s: float) -> Events:
         """Begin the next pass, if there is anything to do and none is under way."""
-        if not self.waiting_calls and self._chunked is None:
-            return NONE
         if self._lends:
             return [*self._seat(now_s), *self._pass(now_s)]
         return self._pass(now_s)
@@ -162,7 +161,7 @@ class PrefillInstance:
         if seconds < load_s:
             seconds = load_s
         self.busy_s += seconds
-        return ((now_s + seconds, self.on_pass_end, batch),)
+        return ((now_s + seconds, self._on_pass_end, batch),)
 
     def _take(self, call: SimCall) -> bool:
         """Give a waiting call its memory and its prefix. False when the pool cannot hold it now."""
@@ -246,7 +245,7 @@ class PrefillInstance:
                     chain = call.session.prefill_chain
                     self.host.store(chain, self._whole_private(call))
                 events += self._prefilled(now_s, call)
-        if not self.running:  # what followed may have started the next pass already
+        if (self.waiting_calls or self._chunked) and not self.running:  # what followed may have started the next pass
             events += self.start(now_s)
         return events
 

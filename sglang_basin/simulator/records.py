@@ -132,19 +132,26 @@ class Log:
     # Written by the simulation.
 
     def call(self, call: SimCall, now_s: float, outcome: Outcome, retried: bool) -> None:
-        session, steps = call.session, call.steps_before
+        """An attempt at a call is over; its steps count for its session."""
+        session, steps, first_token_s = call.session, call.steps_before, call.first_token_s
+        on_time = steps - call.extra_late_steps
+        session.steps += steps
+        session.steps_on_time += on_time
+        index = session.call_index
+        if not index and first_token_s >= 0:
+            session.first_token_s = first_token_s
         self._rows += CALL_ROW.pack(
             session.number,
-            session.call_index,
+            index,
             outcome,
             retried,
             session.due_s,
-            call.first_token_s,
+            first_token_s,
             now_s,
             call.prompt_tokens,
             call.cached_tokens,
             steps,
-            steps - call.extra_late_steps,
+            on_time,
         )
 
     @property

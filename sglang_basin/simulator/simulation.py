@@ -54,6 +54,8 @@ from sglang_basin.simulator.records import Log, Outcome
 PolicyFactory = Callable[[], ServingPolicy]
 
 TICK_S = 1.0
+OK = Outcome.OK
+"""An attribute of an enum costs more than all else that a line does with it."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 8.0
 """Between tries of the OpenAI and Anthropic SDKs, doubling, unless the answer says `Retry-After`."""
 
@@ -105,6 +107,7 @@ class Simulation:
         self._page = profile.page_tokens
         self._early = profile.decode.allocation == "early"
         self._transfer_s = profile.transfer_s
+        self._on_call, self._on_sent = self.on_call, self.on_sent  # bound once, not with every event
         target = target or Target()
         self.prefills = [PrefillInstance(profile, self.on_prefilled) for _ in range(profile.prefill.instances)]
         self.decodes = [
@@ -233,19 +236,19 @@ class Simulation:
         call.stage = SENDING
         prompt = call.prompt_tokens
         seconds = self._transfer_s(prompt - call.cached_tokens, prompt - call.decode_matched_tokens)
-        return ((now_s + seconds, self.on_sent, call),)
+        return ((now_s + seconds, self._on_sent, call),)
 
     def on_sent(self, now_s: float, call: SimCall) -> Events:
         if call.stage == OVER:
             return NONE  # aborted on its way; its memory is free again
         session = call.session
-        session.prefill.release(call)
+        prefill = session.prefill
+        prefill.release(call)
         if not session.answered:
             session.answered = True
             self.waiting_first -= 1
         events = session.decode.arrive(now_s, call)
-        more = session.prefill.start(now_s)
-        return [*events, *more] if more else events
+        return [*events, *prefill.start(now_s)] if prefill.waiting_calls else events
 
     def on_finished(self, now_s: float, call: SimCall) -> Events:
         session, output = call.session, call.output_tokens
@@ -254,15 +257,15 @@ class Simulation:
         session.in_flight = None
         self.working_set_tokens += output
         session.context_tokens += output
-        self._record(now_s, call, Outcome.OK, False)
+        self.log.call(call, now_s, OK, False)
         policy.finish(call.call_id, output, now_s)
         tool_s = session.calls[session.call_index].tool_s
         session.call_index += 1
         session.attempt = 0
         if session.call_index == len(session.calls):
-            self._ended(now_s, session, Outcome.OK)
+            self._ended(now_s, session, OK)
             return self._changed(now_s, gate) if gate.held else NONE
-        events: list[Event] = [(now_s + tool_s, self.on_call, session)]
+        events: list[Event] = [(now_s + tool_s, self._on_call, session)]
         keep_s = policy.keep_until_s(session.uid, now_s)
         if keep_s is not None and keep_s > now_s:
             session.prefill.pin(session)
@@ -336,7 +339,7 @@ class Simulation:
         session, gate = call.session, call.session.gate
         again = outcome in (Outcome.REJECTED, Outcome.TIMEOUT) and call.first_token_s < 0
         again = again and session.attempt < self.client.retries
-        self._record(now_s, call, outcome, again)
+        self.log.call(call, now_s, outcome, again)
         session.in_flight = None
         events: list[Event] = []
         if again:
@@ -401,14 +404,6 @@ class Simulation:
 
     # Records.
 
-    def _record(self, now_s: float, call: SimCall, outcome: Outcome, retried: bool) -> None:
-        session, steps = call.session, call.steps_before
-        session.steps += steps
-        session.steps_on_time += steps - call.extra_late_steps
-        if session.call_index == 0 and call.first_token_s >= 0:
-            session.first_token_s = call.first_token_s
-        self.log.call(call, now_s, outcome, retried)
-
     def _close(self) -> None:
         """Sessions still open at the end of the run are unfinished, their calls cancelled."""
         ended_s = self.end_s if self.live_sessions else min(self.now_s, self.end_s)
@@ -416,7 +411,7 @@ class Simulation:
             call = session.in_flight
             if call is not None:
                 session.decode.cut(ended_s, call)
-                self._record(ended_s, call, Outcome.CANCELLED, False)
+                self.log.call(call, ended_s, Outcome.CANCELLED, False)
             self.log.session(session, ended_s, Outcome.CANCELLED)
         self.log.close(self, ended_s)
 

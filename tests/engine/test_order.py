@@ -120,9 +120,9 @@ def test_in_decodes_preallocation_queue(empty: Stack) -> None:
 def test_in_decodes_waiting_queue(empty: Stack) -> None:
     """Decode runs as many calls as it may, and one of them ends before the others."""
     order = Order(empty)
-    order.send_unnamed(320, tokens=200)
+    order.send_unnamed(320, tokens=300)
     for number in range(1, MAX_RUNNING):
-        order.send_unnamed(320 + number, tokens=400)
+        order.send_unnamed(320 + number, tokens=500)
     empty.until(lambda: empty.metric("decode", "sglang:num_running_reqs") == MAX_RUNNING, "decode is full")
     order.later_first(30, lambda n: empty.metric("decode", "sglang:num_queue_reqs") == n)
     assert order.settle() == ["earlier", "later"]

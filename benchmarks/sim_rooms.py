@@ -29,7 +29,6 @@ from typing import Any
 
 import msgspec
 from PIL import Image
-from sim_held_out import held_out
 
 from sglang_basin.replay.arrivals import ArrivalProfile, Surge, arrival_times
 from sglang_basin.replay.plan import Plan, PlannedSession, draw
@@ -415,6 +414,8 @@ def policy_of(one: Case, plan: Plan) -> PolicyFactory:
     options = dict(settings.policy_options)
     if options.get("predictor") == "held-out":
         options["predictor"] = "none"
+        from sim_held_out import held_out  # fits models: scikit-learn, 100 MiB
+
         predictor = held_out(plan, settings.trace, settings.scaling)
     return policy_factory(settings.policy, options, plan, settings.hardware(), predictor)
 

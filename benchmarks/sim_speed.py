@@ -132,8 +132,9 @@ def main() -> None:
     figures = [
         Figure(
             what=f"two hours of 1P3D at 5.5 sessions/min, +100 %: {name}",
-            article="at most 1.5 s on one core, 300 MB (our own target)",
-            ours=f"{found['cpu_s']:.2f} s CPU, {found['peak_memory_mib']:.0f} MiB, {found['calls']:,} calls",
+            article="at most 1.5 s on one core, 5,000 times real time, 300 MB (our own target)",
+            ours=f"{found['cpu_s']:.2f} s CPU, {found['times_real_time']:,} times real time, "
+            f"{found['peak_memory_mib']:.0f} MiB, {found['calls']:,} calls",
             holds=holds(found["cpu_s"] <= 1.5 and found["peak_memory_mib"] < 300, found["cpu_s"] <= 2.5),
         )
         for name, found in two_hours.items()

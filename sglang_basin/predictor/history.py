@@ -5,6 +5,8 @@ update takes less than a microsecond.
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,16 +16,22 @@ from sglang_basin.predictor.features import NAMES
 PACKED_BYTES = HISTORY.itemsize
 """Of a packed `History`."""
 
+_NOTHING = bytes(PACKED_BYTES - 1) + b"\1"
+"""A packed `History` of no calls: no output is missing."""
+
+_CALLS, _CALLS_AT = struct.Struct("<i"), dict(HISTORY.fields or {})["calls"][1]
+
 
 class History:
     """Sums over one session's calls. Contexts in tokens; `advance` with each change of the session."""
 
     __slots__ = ("calls", "sums")
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.sums = np.frombuffer(bytearray(_NOTHING), HISTORY)
+    def __init__(self, packed: bytes = _NOTHING) -> None:
+        """As it was when it was `packed`; else of a session that has not called yet."""
+        self.sums = np.frombuffer(bytearray(packed), HISTORY)
         """(1,): an `arithmetic.HISTORY`."""
+        self.calls: int = _CALLS.unpack_from(packed, _CALLS_AT)[0]
 
     def advance(self, calls: int, context_tokens: int, pause_s: float = 0.0) -> bool:
         """Take in the session's present numbers; False when nothing changed. Calls side by side count as one step.
@@ -39,17 +47,8 @@ class History:
         """All of it, for the time between two calls."""
         return self.sums.tobytes()
 
-    def unpack(self, packed: bytes) -> None:
-        """Become what was `packed`."""
-        self.sums = np.frombuffer(bytearray(packed), HISTORY)
-        self.calls = int(self.sums[0]["calls"])
-
     def row(self, kin_log_peak: float, text_score: float, text_characters: int) -> npt.NDArray[np.float64]:
         """The numbers in the order of `NAMES`; finite for whatever was taken in."""
         row = np.empty(len(NAMES))
         write_row(self.sums, kin_log_peak, text_score, text_characters, row)
         return row
-
-
-_NOTHING = bytes(PACKED_BYTES - 1) + b"\1"
-"""A packed `History` of no calls: no output is missing."""

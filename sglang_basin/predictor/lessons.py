@@ -48,8 +48,10 @@ class Lessons:
 
     __slots__ = ("_errors", "_first", "_rows")
 
-    def __init__(self) -> None:
-        self._errors = self._rows = b""
+    def __init__(self, packed: bytes = b"\0") -> None:
+        """As they were when they were `packed`; else none."""
+        rows_at = 1 + packed[0]
+        self._errors, self._rows = packed[1:rows_at], packed[rows_at:]
         self._first: Guess | None = None
         """The first guess as it is: a new session's call is not to wait until it is packed."""
 
@@ -60,11 +62,6 @@ class Lessons:
     def packed(self) -> bytes:
         self._pack_first()
         return bytes((len(self._errors),)) + self._errors + self._rows
-
-    def unpack(self, packed: bytes) -> None:
-        """Become what was `packed`."""
-        self._first, rows_at = None, 1 + packed[0]
-        self._errors, self._rows = packed[1:rows_at], packed[rows_at:]
 
     def note(self, guess: Guess, draw: random.Random) -> None:
         """Take in a guess, if it is the first one of a stage after those noted."""

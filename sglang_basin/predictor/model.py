@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,8 +48,7 @@ class OnlineSettings:
             raise ValueError(f"calibration_step must be between 0 and 1, got {self.calibration_step}")
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(NamedTuple):
     """What is known of a session beside its calls; all of it may be missing."""
 
     kin: int | None = None

@@ -49,6 +49,7 @@ class PredictorCounts:
 
 _HEAD = struct.Struct("<bIBQQdI")
 """Stage, tokens; what was told of the subject; kin, task, text score and characters."""
+_HISTORY_AT, _LESSONS_AT = _HEAD.size, _HEAD.size + PACKED_BYTES
 _DESCRIBED, _KIN, _TASK = 1, 2, 4
 
 
@@ -89,14 +90,15 @@ class _Followed:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> _Followed:
-        followed = cls()
+        followed = cls.__new__(cls)
         stage, tokens, told, kin, task, text_score, characters = _HEAD.unpack_from(packed)
         followed.guessed(stage, tokens)
+        followed.subject = None
         if told & _DESCRIBED:
             known_kin, known_task = kin if told & _KIN else None, task if told & _TASK else None
             followed.subject = Subject(known_kin, known_task, text_score, characters)
-        followed.history.unpack(packed[_HEAD.size : _HEAD.size + PACKED_BYTES])
-        followed.lessons.unpack(packed[_HEAD.size + PACKED_BYTES :])
+        followed.history = History(packed[_HISTORY_AT:_LESSONS_AT])
+        followed.lessons = Lessons(packed[_LESSONS_AT:])
         return followed
 
 

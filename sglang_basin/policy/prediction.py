@@ -6,8 +6,7 @@ import bisect
 import functools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from sglang_basin.policy.sessions import Session
@@ -18,8 +17,7 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 _PLACES = {share: place for place, share in enumerate(SHARES)}
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """A session's peak context: `tokens` are its quantiles at `SHARES`, ascending."""
 
     tokens: Sequence[float]

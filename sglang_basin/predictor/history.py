@@ -13,11 +13,10 @@ import numpy.typing as npt
 from sglang_basin.predictor.arithmetic import HISTORY, advance, write_row
 from sglang_basin.predictor.features import NAMES
 
-PACKED_BYTES = HISTORY.itemsize
-"""Of a packed `History`."""
+HISTORY_BYTES = HISTORY.itemsize
 
-_NOTHING = bytes(PACKED_BYTES - 1) + b"\1"
-"""A packed `History` of no calls: no output is missing."""
+NOTHING = bytes(HISTORY_BYTES - 1) + b"\1"
+"""The bytes of a `History` of no calls: no output is missing."""
 
 _CALLS, _CALLS_AT = struct.Struct("<i"), dict(HISTORY.fields or {})["calls"][1]
 
@@ -27,11 +26,12 @@ class History:
 
     __slots__ = ("calls", "sums")
 
-    def __init__(self, packed: bytes = _NOTHING) -> None:
-        """As it was when it was `packed`; else of a session that has not called yet."""
-        self.sums = np.frombuffer(bytearray(packed), HISTORY)
+    def __init__(self, kept: bytearray | None = None) -> None:
+        """The one at the beginning of `kept`, which changes with it; else of a session that has not called yet."""
+        kept = kept if kept is not None else bytearray(NOTHING)
+        self.sums = np.frombuffer(kept, HISTORY, 1)
         """(1,): an `arithmetic.HISTORY`."""
-        self.calls: int = _CALLS.unpack_from(packed, _CALLS_AT)[0]
+        self.calls: int = _CALLS.unpack_from(kept, _CALLS_AT)[0]
 
     def advance(self, calls: int, context_tokens: int, pause_s: float = 0.0) -> bool:
         """Take in the session's present numbers; False when nothing changed. Calls side by side count as one step.
@@ -42,10 +42,6 @@ class History:
             self.calls = calls
         changed: bool = advance(self.sums, calls, context_tokens, pause_s)
         return changed
-
-    def packed(self) -> bytes:
-        """All of it, for the time between two calls."""
-        return self.sums.tobytes()
 
     def row(self, kin_log_peak: float, text_score: float, text_characters: int) -> npt.NDArray[np.float64]:
         """The numbers in the order of `NAMES`; finite for whatever was taken in."""

@@ -23,9 +23,14 @@ KEPT_ROWS = 4
 PARTS = 3
 """Trend, line and forest."""
 
+_HALF = np.dtype("<f2")
 _ERROR = struct.Struct("<Bf2e")
+_FIRST = struct.Struct("<BBf2eB")
+"""Bytes of errors, an error, place of the row that follows."""
 _ERRORS = np.dtype([("stage", "u1"), ("log_context", "<f4"), ("mean", "<f2"), ("spread", "<f2")])
 _ROWS = np.dtype([("place", "u1"), ("values", "<f2", (len(NAMES),)), ("parts", "<f2", (PARTS,))])
+
+NO_LESSONS = b"\0"
 
 
 class Guess(NamedTuple):
@@ -46,52 +51,44 @@ class Lessons:
     """One session's: 9 bytes a stage and 69 a row. Half precision keeps three digits of what a session's rows say, more
     than they are worth."""
 
-    __slots__ = ("_errors", "_first", "_rows")
+    __slots__ = ("_errors", "_rows")
 
-    def __init__(self, packed: bytes = b"\0") -> None:
+    def __init__(self, packed: bytes = NO_LESSONS) -> None:
         """As they were when they were `packed`; else none."""
         rows_at = 1 + packed[0]
         self._errors, self._rows = packed[1:rows_at], packed[rows_at:]
-        self._first: Guess | None = None
-        """The first guess as it is: a new session's call is not to wait until it is packed."""
+
+    @staticmethod
+    def first(guess: Guess) -> bytes:
+        """The `packed` form of one guess, a session's first: nothing to read, nothing to draw."""
+        return _FIRST.pack(_ERROR.size, *guess[1:5], 0) + guess.row.astype(_HALF).tobytes()
 
     def __len__(self) -> int:
         """Stages noted so far."""
-        return 1 if self._first is not None else len(self._errors) // _ERROR.size
+        return len(self._errors) // _ERROR.size
 
     def packed(self) -> bytes:
-        self._pack_first()
         return bytes((len(self._errors),)) + self._errors + self._rows
 
-    def note(self, guess: Guess, draw: random.Random) -> None:
-        """Take in a guess, if it is the first one of a stage after those noted."""
-        if not len(self):
-            self._first = guess
-            return
-        self._pack_first()
+    def note(self, guess: Guess, draw: random.Random) -> bool:
+        """Take in a guess, if it is the first one of a stage after those noted; whether it is."""
         noted = len(self)
-        if guess.stage <= self._errors[-_ERROR.size]:
-            return
+        if noted and guess.stage <= self._errors[-_ERROR.size]:
+            return False
         self._keep(guess, noted, noted if noted < KEPT_ROWS else draw.randrange(noted + 1))
+        return True
 
     def _keep(self, guess: Guess, noted: int, place: int) -> None:
         self._errors += _ERROR.pack(guess.stage, guess.log_context, guess.mean, guess.spread)
         if place < KEPT_ROWS:
             start, stop = place * _ROWS.itemsize, (place + 1) * _ROWS.itemsize
-            row = bytes((noted,)) + guess.row.astype("<f2").tobytes()
+            row = bytes((noted,)) + guess.row.astype(_HALF).tobytes()
             self._rows = self._rows[:start] + row + self._rows[stop:]
-
-    def _pack_first(self) -> None:
-        if self._first is not None:
-            guess, self._first = self._first, None
-            self._keep(guess, 0, 0)
 
     def errors(self) -> npt.NDArray[Any]:
         """(stages,) records of `stage`, `log_context`, `mean` and `spread`, as guessed."""
-        self._pack_first()
         return np.frombuffer(self._errors, _ERRORS)
 
     def rows(self) -> npt.NDArray[Any]:
         """(at most KEPT_ROWS,) records of `place` among the errors, `values` and `parts`, as guessed."""
-        self._pack_first()
         return np.frombuffer(self._rows, _ROWS)

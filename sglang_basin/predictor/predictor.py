@@ -1,7 +1,7 @@
 """The policy's `PeakPredictor`, made of a peak model; the policy's own `PeaksSeen` when there is none or it fails.
 
-Called in the scheduler's thread, so both calls take microseconds: `predict` two, or thirty where it guesses anew, which
-is one call in three; `learn` some hundreds. What the policy's session does not carry is kept here by session id:
+Called in the scheduler's thread, so both calls take microseconds: `predict` two, or ten where it guesses anew, which is
+one call in three; `learn` some fifty. What the policy's session does not carry is kept here by session id:
 `describe` once, before the first `predict`, with what the request's text says. Reading the text (about a millisecond)
 is a step of its own, `text.read_task`, that runs in another process or thread; its result is small.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 import random
 import struct
 from array import array
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from sglang_basin.policy.prediction import PeaksSeen, Prediction
 from sglang_basin.policy.sessions import Session
-from sglang_basin.predictor.history import PACKED_BYTES, History
-from sglang_basin.predictor.lessons import Lessons
+from sglang_basin.predictor.arithmetic import MOST
+from sglang_basin.predictor.history import HISTORY_BYTES, NOTHING, History
+from sglang_basin.predictor.lessons import NO_LESSONS, Guess, Lessons
 from sglang_basin.predictor.model import PeakModel, Subject
 from sglang_basin.predictor.online import stage_begins
 from sglang_basin.predictor.recorded import kin_of
@@ -28,9 +28,6 @@ STALE_FACTOR = 1.1
 
 MAX_SESSIONS = 20_000
 """Sessions remembered at once, about 0.7 KB each; beyond, the oldest one is forgotten and then unknown."""
-
-OPEN_SESSIONS = 128
-"""Of these so many, the ones asked about last, are at hand; the others are packed, which takes microseconds."""
 
 _UNKNOWN = Subject()
 
@@ -47,59 +44,42 @@ class PredictorCounts:
     """Exceptions in the model; none of them reaches the caller."""
 
 
-_HEAD = struct.Struct("<bIBQQdI")
-"""Stage, tokens; what was told of the subject; kin, task, text score and characters."""
-_HISTORY_AT, _LESSONS_AT = _HEAD.size, _HEAD.size + PACKED_BYTES
+# What is kept of a session, as bytes, for there are many: its history, stage and tokens of its last guess (stage
+# -1 before the first one), what was told of it, its lessons.
+_GUESS = struct.Struct("<bI")
+_TOLD = struct.Struct("<BQQdI")
+"""Which of the following were told; kin, task, text score and characters."""
 _DESCRIBED, _KIN, _TASK = 1, 2, 4
+_GUESS_AT = HISTORY_BYTES
+_TOLD_AT = _GUESS_AT + _GUESS.size
+_LESSONS_AT = _TOLD_AT + _TOLD.size
+_NOTHING_TOLD = _TOLD.pack(0, 0, 0, 0.0, 0)
 
 
-class _Followed:
-    """What is known of one session."""
+def _begun(told: bytes = _NOTHING_TOLD) -> bytearray:
+    """Of a session of which only this is known."""
+    return bytearray(NOTHING + _GUESS.pack(-1, 0) + told + NO_LESSONS)
 
-    __slots__ = ("history", "lessons", "stage", "subject", "tokens", "until_calls")
 
-    def __init__(self) -> None:
-        self.subject: Subject | None = None
-        """None until it was described."""
-        self.begin()
+def _tell(kept: bytearray, subject: Subject) -> None:
+    """Raises struct.error for numbers that cannot be."""
+    told = _DESCRIBED + _KIN * (subject.kin is not None) + _TASK * (subject.task is not None)
+    kin, task = subject.kin or 0, subject.task or 0
+    _TOLD.pack_into(kept, _TOLD_AT, told, kin, task, subject.text_score, subject.characters)
 
-    def begin(self) -> None:
-        self.history = History()
-        self.lessons = Lessons()
-        self.guessed(-1, 0)
 
-    def guessed(self, stage: int, tokens: int) -> None:
-        self.stage = stage
-        """Of its last guess; -1 before the first one."""
-        self.until_calls = stage_begins(stage + 1)
-        """That guess holds before this call, with which a new stage begins,"""
-        self.tokens = tokens
-        """and while the context is about this long."""
+def _told(kept: bytearray) -> Subject:
+    told, kin, task, text_score, characters = _TOLD.unpack_from(kept, _TOLD_AT)
+    return Subject(kin if told & _KIN else None, task if told & _TASK else None, text_score, characters)
 
-    def holds(self, calls: int, tokens: int) -> bool:
-        return calls < self.until_calls and self.tokens < STALE_FACTOR * tokens and tokens < STALE_FACTOR * self.tokens
 
-    def packed(self) -> bytes:
-        """All of it, in as little space as that takes. Raises struct.error for numbers beyond what a context can be."""
-        subject = self.subject or _UNKNOWN
-        told = _DESCRIBED * (self.subject is not None) + _KIN * (subject.kin is not None)
-        told += _TASK * (subject.task is not None)
-        kin, task = subject.kin or 0, subject.task or 0
-        head = _HEAD.pack(self.stage, self.tokens, told, kin, task, subject.text_score, subject.characters)
-        return head + self.history.packed() + self.lessons.packed()
-
-    @classmethod
-    def unpacked(cls, packed: bytes) -> _Followed:
-        followed = cls.__new__(cls)
-        stage, tokens, told, kin, task, text_score, characters = _HEAD.unpack_from(packed)
-        followed.guessed(stage, tokens)
-        followed.subject = None
-        if told & _DESCRIBED:
-            known_kin, known_task = kin if told & _KIN else None, task if told & _TASK else None
-            followed.subject = Subject(known_kin, known_task, text_score, characters)
-        followed.history = History(packed[_HISTORY_AT:_LESSONS_AT])
-        followed.lessons = Lessons(packed[_LESSONS_AT:])
-        return followed
+def _holds(stage: int, guessed_tokens: int, calls: int, tokens: int) -> bool:
+    """Whether a guess does until a new stage begins, and while the context is about as long as it was."""
+    return (
+        calls < stage_begins(stage + 1)
+        and guessed_tokens < STALE_FACTOR * tokens
+        and tokens < STALE_FACTOR * guessed_tokens
+    )
 
 
 class TrainedPredictor:
@@ -111,8 +91,7 @@ class TrainedPredictor:
         self.counts = PredictorCounts()
         self.last_failure: str | None = None
         self._seen = PeaksSeen()
-        self._of: dict[str, bytes] = {}  # all sessions, packed, oldest first; of those at hand nothing
-        self._open: OrderedDict[str, _Followed] = OrderedDict()  # those at hand, last used last
+        self._of: dict[str, bytearray] = {}  # what is kept of each session, oldest first
         self._max_sessions = max_sessions
         self._draw = random.Random(seed)
 
@@ -140,9 +119,9 @@ class TrainedPredictor:
         try:
             task = task if task is not None else read_task(text)
             kin = kin if kin is not None else kin_of(agent, model)
-            followed = self._follow(session_id)
-            followed.subject = _UNKNOWN  # described all the same, should this fail
-            followed.subject = self.model.subject(task, kin, score)
+            kept = self._follow(session_id)
+            _tell(kept, _UNKNOWN)  # described all the same, should this fail
+            _tell(kept, self.model.subject(task, kin, score))
         except Exception as error:  # noqa: BLE001 - a prediction must never cost a call
             self.failed(error)
 
@@ -150,7 +129,8 @@ class TrainedPredictor:
         """Whether the session was described, or need not be."""
         if self.model is None:
             return True
-        return session_id in self._of and self._follow(session_id).subject is not None
+        kept = self._of.get(session_id)
+        return kept is not None and bool(kept[_TOLD_AT])
 
     def predict(self, session: Session) -> Prediction:
         self.counts.predictions += 1
@@ -165,60 +145,55 @@ class TrainedPredictor:
     def learn(self, session: Session) -> None:
         self.counts.learned += 1
         self._seen.learn(session)
-        followed = self._take(session.session_id)
-        if followed is None or self.model is None:
+        kept = self._of.pop(session.session_id, None)
+        if kept is None or self.model is None:
             return
         try:
-            self.model.learn(followed.lessons, followed.subject or _UNKNOWN, session.peak_tokens)
+            self.model.learn(Lessons(bytes(kept[_LESSONS_AT:])), _told(kept), session.peak_tokens)
         except Exception as error:  # noqa: BLE001 - learning must never cost a call
             self.failed(error)
 
     def forget(self, session_id: str) -> None:
         """The session went away without having shown its peak: refused, or never admitted."""
         self._of.pop(session_id, None)
-        self._open.pop(session_id, None)
 
-    def _follow(self, session_id: str) -> _Followed:
-        followed = self._open.get(session_id)
-        if followed is not None:
-            self._open.move_to_end(session_id)
-            return followed
-        packed = self._of.get(session_id)
-        followed = _Followed() if packed is None else _Followed.unpacked(packed)
-        self._of[session_id] = b""
-        self._open[session_id] = followed
-        if len(self._open) > OPEN_SESSIONS:
-            self._put_away(*self._open.popitem(last=False))
-        if len(self._of) > self._max_sessions:
-            self.forget(next(iter(self._of)))
-        return followed
-
-    def _put_away(self, session_id: str, followed: _Followed) -> None:
-        try:
-            self._of[session_id] = followed.packed()
-        except struct.error as error:
-            del self._of[session_id]
-            self.failed(error)
-
-    def _take(self, session_id: str) -> _Followed | None:
-        packed, followed = self._of.pop(session_id, None), self._open.pop(session_id, None)
-        return _Followed.unpacked(packed) if packed else followed
+    def _follow(self, session_id: str) -> bytearray:
+        kept = self._of.get(session_id)
+        if kept is None:
+            kept = self._of[session_id] = _begun()
+            if len(self._of) > self._max_sessions:
+                self.forget(next(iter(self._of)))
+        return kept
 
     def _predict(self, session: Session, model: PeakModel) -> Prediction:
         """`session.prediction` is what was answered last, if the caller keeps it there."""
-        followed = self._follow(session.session_id)
+        session_id = session.session_id
+        kept, history = self._at(session_id)
         calls, tokens = session.calls_seen, max(1, session.context_tokens)
-        if calls < followed.history.calls:  # another session of the same name
-            followed.begin()
-        changed = followed.history.advance(calls, tokens, session.pause_s)
-        last = session.prediction
-        if last is not None and followed.stage >= 0 and (not changed or followed.holds(calls, tokens)):
+        if calls < history.calls:  # another session of the same name
+            self._of[session_id] = _begun(bytes(kept[_TOLD_AT:_LESSONS_AT]))
+            kept, history = self._at(session_id)
+        changed = history.advance(calls, tokens, session.pause_s)
+        last, (stage, guessed_tokens) = session.prediction, _GUESS.unpack_from(kept, _GUESS_AT)
+        if last is not None and stage >= 0 and (not changed or _holds(stage, guessed_tokens, calls, tokens)):
             return last
-        followed.guessed(-1, 0)  # should the model fail
-        guess = model.guess(followed.history, followed.subject or _UNKNOWN)
-        followed.lessons.note(guess, self._draw)
-        followed.guessed(guess.stage, tokens)
+        if stage >= 0:
+            _GUESS.pack_into(kept, _GUESS_AT, -1, 0)  # should the model fail
+        guess = model.guess(history, _told(kept))
+        kept = self._of[session_id] = self._noted(kept, guess)
+        _GUESS.pack_into(kept, _GUESS_AT, guess.stage, min(tokens, MOST))
         return Prediction(array("d", guess.tokens))
+
+    def _noted(self, kept: bytearray, guess: Guess) -> bytearray:
+        """What is kept of the session from now on, for it to teach when it ends."""
+        if kept[_LESSONS_AT:] == NO_LESSONS:
+            return kept[:_LESSONS_AT] + Lessons.first(guess)
+        lessons = Lessons(bytes(kept[_LESSONS_AT:]))
+        return kept[:_LESSONS_AT] + lessons.packed() if lessons.note(guess, self._draw) else kept
+
+    def _at(self, session_id: str) -> tuple[bytearray, History]:
+        kept = self._follow(session_id)
+        return kept, History(kept)
 
     def failed(self, error: Exception) -> None:
         """Count an exception that the caller kept from going further."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_basin.predictor.features import NAMES
-from sglang_basin.predictor.lessons import KEPT_ROWS, Guess, Lessons
+from sglang_basin.predictor.lessons import KEPT_ROWS, NO_LESSONS, Guess, Lessons
 from sglang_basin.predictor.online import STAGES
 
 
@@ -38,6 +38,12 @@ def test_the_first_guess_of_each_stage_counts(stages, seed):
         assert (error["log_context"], error["mean"], error["spread"]) == pytest.approx(
             (one.log_context, one.mean, one.spread), rel=1e-3
         )
+
+
+@pytest.mark.parametrize("stage", [0, STAGES - 1])
+def test_a_first_guess_is_packed_at_once(stage):
+    assert Lessons.first(guess(stage)) == noted([stage]).packed()
+    assert Lessons().packed() == NO_LESSONS
 
 
 def test_every_stage_is_kept_as_often_as_any_other():

@@ -10,7 +10,9 @@ from sglang_basin.policy.prediction import PeaksSeen
 from sglang_basin.policy.sessions import Session
 from sglang_basin.predictor.evaluate import predict, score
 from sglang_basin.predictor.fitted import Frozen, Serving
-from sglang_basin.predictor.predictor import TrainedPredictor
+from sglang_basin.predictor.lessons import Lessons
+from sglang_basin.predictor.predictor import _LESSONS_AT, TrainedPredictor
+from sglang_basin.predictor.text import Task
 from sglang_basin.predictor.training import fit_model
 
 TEXT = "Traceback (most recent call last): the parser fails on nested lists in module number %d. " * 100
@@ -90,7 +92,7 @@ def test_one_guess_counts_per_stage(model):
     predictor = TrainedPredictor(model)
     for call in range(1, 3000):
         predictor.predict(at(1000 + call, call))
-    assert len(predictor._open["s"].lessons) == 12
+    assert len(lessons_of(predictor, "s")) == 12
 
 
 def test_what_it_keeps_of_a_session_does_not_grow(model):
@@ -115,8 +117,7 @@ def test_what_it_keeps_of_a_session_does_not_grow(model):
     assert long - short < short / 4  # a few bytes a stage and up to two rows; admission_speed.py measures the whole
 
 
-def test_a_session_that_was_put_away_is_the_same_when_it_comes_back(model, monkeypatch):
-    monkeypatch.setattr("sglang_basin.predictor.predictor.OPEN_SESSIONS", 1)
+def test_sessions_by_turns_are_predicted_as_each_alone(model):
     together, alone = TrainedPredictor(model), (TrainedPredictor(model), TrainedPredictor(model))
     for place, name in enumerate("ab"):
         for predictor in (together, alone[place]):
@@ -128,17 +129,26 @@ def test_a_session_that_was_put_away_is_the_same_when_it_comes_back(model, monke
             session.prediction = alone[place].predict(session)
             assert together.predict(session) == session.prediction
             assert together.knows(name)
-    lessons = [predictor._take("b").lessons for predictor in (together, alone[1])]
-    assert len({one.packed()[: 1 + 9 * len(one)] for one in lessons}) == 1, "errors; rows are drawn"
+    errors = [lessons_of(predictor, "b").errors().tobytes() for predictor in (together, alone[1])]
+    assert errors[0] == errors[1]
     assert together.counts.failures == 0
 
 
-def test_numbers_too_large_to_put_away_cost_only_their_session(model, monkeypatch):
-    monkeypatch.setattr("sglang_basin.predictor.predictor.OPEN_SESSIONS", 1)
+def lessons_of(predictor, name):
+    return Lessons(bytes(predictor._of[name][_LESSONS_AT:]))
+
+
+def test_numbers_that_no_context_has_cost_only_their_session(model):
     predictor = TrainedPredictor(model)
-    predictor.predict(at(2**40, name="huge"))
-    assert predictor.predict(at(2000, name="other")).at(0.5) >= 2000
-    assert (len(predictor), predictor.counts.failures, predictor.counts.fallbacks) == (1, 1, 0)
+    assert predictor.predict(at(2**40, name="large")).at(0.9) > 2**30
+    assert predictor.counts.failures == 0
+    assert predictor.predict(at(2**70, name="huge")).at(0.5) >= 2**70
+    predictor.describe("negative", task=Task(-1, 10, ()))
+    assert predictor.knows("negative")
+    assert (predictor.counts.failures, predictor.counts.fallbacks) == (2, 1)
+    assert predictor.predict(at(2000, name="negative")).at(0.5) >= 2000
+    predictor.learn(at(2**70, name="huge"))
+    assert (predictor.counts.failures, predictor.counts.fallbacks) == (2, 1)
 
 
 def test_a_foreign_deployment_becomes_a_known_one():

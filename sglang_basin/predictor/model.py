@@ -103,6 +103,7 @@ class PeakModel:
         return Subject(kin, task.fingerprint, score, task.characters)
 
     def guess(self, history: History, subject: Subject) -> Guess:
+        """Raises ArithmeticError where the model's numbers no longer make one."""
         kin, at_stage = self.kins.shrunk(subject.kin, self.log_peak), stage(history.calls)
         runs, reached = self.tasks.alone(subject.task)
         variance = self.tasks.within_variance(TASK_VARIANCE) if runs > 0 else TASK_VARIANCE
@@ -119,6 +120,8 @@ class PeakModel:
             variance,
             *self._arrays,
         )
+        if not math.isfinite(mean + spread):  # compiled code divides by zero without a word
+            raise ArithmeticError(f"a guess of {mean} with a spread of {spread}")
         return Guess(row, at_stage, log_context, mean, spread, tokens)
 
     def learn(self, lessons: Lessons, subject: Subject, peak_tokens: int) -> None:

@@ -1,4 +1,5 @@
 import gc
+import math
 import subprocess
 import sys
 import tracemalloc
@@ -11,6 +12,7 @@ from sglang_basin.policy.sessions import Session
 from sglang_basin.predictor.evaluate import predict, score
 from sglang_basin.predictor.fitted import Frozen, Serving
 from sglang_basin.predictor.lessons import Lessons
+from sglang_basin.predictor.model_file import default_model_path, load_model
 from sglang_basin.predictor.predictor import _LESSONS_AT, TrainedPredictor
 from sglang_basin.predictor.text import Task
 from sglang_basin.predictor.training import fit_model
@@ -161,6 +163,15 @@ def test_a_foreign_deployment_becomes_a_known_one():
     assert late.log_error <= early.log_error
     assert 0.8 <= late.p90_coverage <= 0.98
     assert predictor.counts.failures == 0
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_model_whose_numbers_have_gone_wrong_is_not_believed(number):
+    broken = load_model(default_model_path())
+    broken.line.slopes[:] = number
+    predictor = TrainedPredictor(broken)
+    assert predictor.predict(at(2000)) == PeaksSeen().predict(at(2000))
+    assert (predictor.counts.failures, predictor.counts.fallbacks) == (1, 1)
 
 
 @pytest.mark.parametrize("session", [at(0), at(-5), Session("s", 0.0, 100, 0.0)])

@@ -26,7 +26,7 @@ from sklearn.linear_model import LinearRegression
 
 from sglang_basin.predictor.evaluate import folds_of, interval, rank_correlation
 from sglang_basin.predictor.features import NAMES
-from sglang_basin.predictor.history import History
+from sglang_basin.predictor.kept import History
 from sglang_basin.predictor.recorded import Recorded
 
 TEXT_COMPONENTS = 12

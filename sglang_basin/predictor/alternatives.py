@@ -18,7 +18,7 @@ from sklearn.preprocessing import StandardScaler
 
 from sglang_basin.policy.prediction import SHARES
 from sglang_basin.predictor.evaluate import Method
-from sglang_basin.predictor.history import History
+from sglang_basin.predictor.kept import History
 from sglang_basin.predictor.recorded import Recorded
 from sglang_basin.predictor.training import Prepared, TrainingSettings, prepare
 

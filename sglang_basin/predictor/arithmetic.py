@@ -3,7 +3,8 @@
     advance, write_row     a session's calls -> sums -> a row of features (`features`)
     leaves_of, moments     a row -> a leaf of each tree -> what the leaves hold (`forest`)
     value                  a row -> a straight line's value (`line`)
-    guess                  all of it, mixed -> mean, spread and quantiles (`model`)
+    follow                 a change of a session -> whether its last guess still holds (`predictor`)
+    guess                  all of it, mixed -> mean, spread and quantiles (`model`), and what to learn from (`kept`)
 
 All types are given, so that everything is compiled when this module is loaded, never while a call waits. The machine
 code is kept on disk, beside this file or, where that cannot be written, in the user's cache; numba makes it anew when
@@ -19,14 +20,23 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba.types import UniTuple, b1, f8, i8, u1, void
+from numba.types import UniTuple, b1, f8, i8, u1, u2, void
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Questions = npt.NDArray[np.uint8]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-HISTORY = np.dtype(
+COLUMNS = 31
+"""Features of a session: `features.NAMES`."""
+PARTS = 3
+"""Of a guess: the means of trend, line and forest."""
+STAGES = 12
+"""Of a session: `online.FIRST_CALLS`."""
+KEPT_ROWS = 4
+"""Of the guesses that a session was given, as many are learned from in full."""
+
+KEPT = np.dtype(
     [(name, "<i8") for name in ("output_sum", "result_sum")]
     + [
         (name, "<f8")
@@ -65,17 +75,28 @@ HISTORY = np.dtype(
             "shrinks",
         )
     ]
-    + [("output_counted", "?")]
+    + [("guessed_tokens", "<u4"), ("last_call", "<i4")]
+    + [("text_score", "<f8"), ("kin", "<u8"), ("task", "<u8"), ("characters", "<u4"), ("told", "u1")]
+    + [("output_counted", "?"), ("noted", "u1"), ("stage", "u1", STAGES), ("place", "u1", KEPT_ROWS)]
+    + [("log_context", "<f4", STAGES), ("mean", "<u2", STAGES), ("spread", "<u2", STAGES)]
+    + [("row", "<u2", (KEPT_ROWS, COLUMNS + PARTS))]
 )
-"""What is kept of one session, in an order that leaves no gaps."""
+"""What is kept of one session: its calls so far; up to which call and around which context the last guess holds (no
+tokens: there is none); what was told of it (`kept.Subject`); and its lessons, of which `kept.Lessons` says more: the
+first guess of each of `noted` stages, and rows of some. `<u2` are floats of half precision."""
 
-_HISTORY = numba.typeof(np.zeros(1, HISTORY))
+NOTHING = np.zeros(1, KEPT)
+NOTHING["output_counted"] = True
+NOTHING["last_call"] = -1
+"""Of a session that has not called yet: no output is missing, no stage has begun."""
+
+_KEPT = numba.typeof(NOTHING)
 _VECTOR, _TABLE, _CUBE = f8[::1], f8[:, ::1], f8[:, :, ::1]
 _COUNTS, _COUNT_TABLE, _QUESTIONS = i8[::1], i8[:, ::1], u1[:, :, ::1]
 
 
 def _compiled(result: Any, *arguments: Any) -> Callable[[Function], Function]:
-    """Compile for these types, numba's. A `_HISTORY` is an array of one record."""
+    """Compile for these types, numba's. A `_KEPT` is an array of records, of which another argument gives the place."""
 
     def compile_it(function: Function) -> Function:
         try:
@@ -102,9 +123,9 @@ SHRINK_SHARE = 0.8
 """A prompt below this share of the context before it counts as a compaction."""
 
 
-@_compiled(void, _HISTORY, i8, f8)
-def _take_result(history: Any, prompt: int, pause_s: float) -> None:
-    of = history[0]
+@_compiled(void, _KEPT, i8, i8, f8)
+def _take_result(kept: Any, at: int, prompt: int, pause_s: float) -> None:
+    of = kept[at]
     grown, result = prompt - of.prompt, max(0, prompt - of.context)
     of.growth_max = max(of.growth_max, grown)
     logged = log1p(result)
@@ -127,9 +148,9 @@ def _take_result(history: Any, prompt: int, pause_s: float) -> None:
     of.log_pause_max = max(of.log_pause_max, pause)
 
 
-@_compiled(void, _HISTORY, i8)
-def _take_output(history: Any, output: int) -> None:
-    of = history[0]
+@_compiled(void, _KEPT, i8, i8)
+def _take_output(kept: Any, at: int, output: int) -> None:
+    of = kept[at]
     logged = log1p(output)
     recent = RECENT if of.outputs else 1.0
     of.output_recent += recent * (output - of.output_recent)
@@ -143,31 +164,31 @@ def _take_output(history: Any, output: int) -> None:
     of.large_outputs += output > LARGE_OUTPUT_TOKENS
 
 
-@_compiled(b1, _HISTORY, i8, i8, f8)
-def advance(history: Any, calls: int, context_tokens: int, pause_s: float) -> bool:
-    """`features.History.advance`."""
-    of = history[0]
+@_compiled(b1, _KEPT, i8, i8, i8, f8)
+def advance(kept: Any, at: int, calls: int, context_tokens: int, pause_s: float) -> bool:
+    """`kept.History.advance`."""
+    of = kept[at]
     calls, context = min(calls, MOST), min(max(1, context_tokens), MOST)
     if calls == of.calls and context == of.context:
         return False
     if calls > of.calls:
         if of.calls > 0:
-            _take_result(history, context, pause_s)
+            _take_result(kept, at, context, pause_s)
         else:
             of.first = context
         of.calls, of.prompt = calls, context
         of.output_counted = False
     elif not of.output_counted:
         of.output_counted = True
-        _take_output(history, max(0, context - of.prompt))
+        _take_output(kept, at, max(0, context - of.prompt))
     of.context = context
     return True
 
 
-@_compiled(void, _HISTORY, f8, f8, i8, _VECTOR)
-def write_row(history: Any, kin_log_peak: float, text_score: float, text_characters: int, row: Floats) -> None:
+@_compiled(void, _KEPT, i8, f8, f8, i8, _VECTOR)
+def write_row(kept: Any, at: int, kin_log_peak: float, text_score: float, text_characters: int, row: Floats) -> None:
     """The features, in the order of `features.NAMES`, into `row`."""
-    of = history[0]
+    of = kept[at]
     log_context, log_first = log(max(1, of.context)), log(max(1, of.first))
     results, outputs = max(1, of.results), max(1, of.outputs)
     mean_log_result, mean_log_output = of.log_result_sum / results, of.log_output_sum / outputs
@@ -313,6 +334,8 @@ def add_to_line(
 
 MIN_VARIANCE = 1e-4
 MAX_LOG_GROWTH = 12.0
+MOST_BELIEVED = 1e4
+"""No log of anything is as large: compiled code divides by zero without a word."""
 
 
 @_compiled(UniTuple(f8, 2), f8, f8)
@@ -329,38 +352,98 @@ def above_zero(mean: float, variance: float) -> tuple[float, float]:
     return mean + spread * hazard, max(0.0, variance * (1.0 + cut * hazard - hazard * hazard))
 
 
+# ---- A session's guesses -------------------------------------------------------------------------------------------
+
+STALE_FACTOR = 1.1
+"""A guess holds until the context has changed by this factor. No door takes it for less than the context."""
+
+ANOTHER, HOLDS, AGAIN = -3, -2, -1
+
+
+@_compiled(b1, f8, f8)
+def believable(mean: float, spread: float) -> bool:
+    """Whether they are numbers, and such as a half-precision one can hold."""
+    return abs(mean) + spread < MOST_BELIEVED
+
+
+@_compiled(i8, _KEPT, i8, i8, i8, f8)
+def follow(kept: Any, at: int, calls: int, context_tokens: int, pause_s: float) -> int:
+    """Take in the session's present numbers and say whether its last guess holds: `HOLDS`; `AGAIN`, guess anew; from 0
+    on, guess anew for a stage that begins, after so many noted ones. `ANOTHER`: a session of the same name, for which
+    nothing was changed. After `AGAIN` and new stages no guess holds until there is another one."""
+    of = kept[at]
+    calls, tokens = min(calls, MOST), min(max(1, context_tokens), MOST)
+    if calls < of.calls:
+        return ANOTHER
+    changed = advance(kept, at, calls, tokens, pause_s)
+    if of.guessed_tokens > 0 and not changed:
+        return HOLDS
+    if calls > of.last_call:
+        of.guessed_tokens = 0
+        noted: int = of.noted
+        return noted
+    if of.guessed_tokens < STALE_FACTOR * tokens and tokens < STALE_FACTOR * of.guessed_tokens:
+        return HOLDS
+    of.guessed_tokens = 0
+    return AGAIN
+
+
+@_compiled(u2, f8)
+def half(number: float) -> Any:
+    """The bits of the nearest number of half precision (IEEE 754, ties to even); too large ones become infinite."""
+    bits = np.float64(number).view(np.int64)
+    sign, size = (bits >> 48) & 0x8000, bits & 0x7FFF_FFFF_FFFF_FFFF
+    exponent = (size >> 52) - 1023
+    if size > 0x7FF0_0000_0000_0000:
+        return sign | 0x7E00
+    if exponent > 15:
+        return sign | 0x7C00
+    if exponent < -25:
+        return sign
+    mantissa = (size & 0x000F_FFFF_FFFF_FFFF) | 0x0010_0000_0000_0000
+    drop = 42 if exponent >= -14 else 28 - exponent  # the smallest numbers have fewer digits
+    made = ((exponent + 14) << 10 if exponent >= -14 else 0) + (mantissa >> drop)
+    rest, middle = mantissa & ((1 << drop) - 1), 1 << (drop - 1)
+    if rest > middle or (rest == middle and made & 1):
+        made += 1  # a carry out of the mantissa is the next exponent, as it should be
+    return sign | made
+
+
+@_compiled(void, _KEPT, i8, i8, i8, f8, f8, _VECTOR)
+def note(kept: Any, at: int, stage: int, row_place: int, mean: float, spread: float, row: Floats) -> None:
+    """The first guess of a stage is one to learn from, and of its row if there is such a place."""
+    of = kept[at]
+    noted = of.noted
+    if noted >= STAGES:
+        return
+    of.stage[noted] = stage
+    of.log_context[noted] = row[0]
+    of.mean[noted] = half(mean)
+    of.spread[noted] = half(spread)
+    of.noted = noted + 1
+    if row_place < KEPT_ROWS:
+        of.place[row_place] = noted
+        for column in range(len(row)):
+            of.row[row_place, column] = half(row[column])
+
+
 @_compiled(
-    UniTuple(f8, 8),
-    _HISTORY,
-    f8,
-    f8,
-    i8,
-    _VECTOR,
-    i8,
-    f8,
-    f8,
-    f8,
-    _QUESTIONS,
-    _CUBE,
-    _TABLE,
-    _COUNTS,
-    _VECTOR,
-    _VECTOR,
-    _VECTOR,
-    _COUNTS,
-    _VECTOR,
-    _VECTOR,
-    _VECTOR,
-    _VECTOR,
-    _TABLE,
+    UniTuple(f8, 7),
+    *(_KEPT, i8, f8),
+    *(i8, i8, i8, _VECTOR, f8, f8, f8),
+    *(_QUESTIONS, _CUBE, _TABLE),
+    *(_COUNTS, _VECTOR, _VECTOR, _VECTOR),
+    *(_COUNTS, _VECTOR, _VECTOR, _VECTOR),
+    *(_VECTOR, _TABLE),
 )
 def guess(
-    history: Any,
+    kept: Any,
+    at: int,
     kin_log_peak: float,
-    text_score: float,
-    text_characters: int,
-    row: Floats,
     stage: int,
+    last_call: int,
+    row_place: int,
+    row: Floats,
     runs: float,
     reached: float,
     task_variance: float,
@@ -378,17 +461,21 @@ def guess(
     shares: Floats,
     scores: Floats,
 ) -> tuple[float, ...]:
-    """What `model.PeakModel` says of a session: log context; mean and spread of ln(peak / context); five quantiles of
-    the peak, in tokens. Into `row` go the features and, after them, the means of trend, line and forest.
+    """What `model.PeakModel` says of a session: mean and spread of ln(peak / context); five quantiles of the peak, in
+    tokens. Into `row` go the features and, after them, the means of trend, line and forest.
 
+    The guess holds up to the call `last_call`. With `row_place` at least 0 it is the first one of its stage, and its
+    row is kept at that place, if there is one. Mean and spread that are not `believable` are returned, no more.
     `runs` of the same task (0 for a stranger's) got to the log peak `reached` on average, around which such runs have
     the variance `task_variance`. `shares` are those of trend, line and forest; `scores`: (stages, quantiles).
     """
-    write_row(history, kin_log_peak, text_score, text_characters, row)
+    of = kept[at]
+    write_row(kept, at, kin_log_peak, of.text_score, of.characters, row)
     log_context = row[0]
     of_forest, variance = moments(row, stage, questions, thresholds, of_leaves)
     of_trend = value(row, trend_columns, trend_middle, trend_scale, trend_slopes)
     of_line = value(row, line_columns, line_middle, line_scale, line_slopes)
+    row[-3], row[-2], row[-1] = of_trend, of_line, of_forest
     mean = shares[0] * of_trend + shares[1] * of_line + shares[2] * of_forest
     variance += MIN_VARIANCE
     if runs > 0:
@@ -396,12 +483,16 @@ def guess(
         mean += variance / (variance + of_task) * (further - mean)
         variance = min(variance, of_task) + MIN_VARIANCE
     spread, context = sqrt(variance), exp(log_context)
-    q10, q25, q50, q75, q90 = (
+    if believable(mean, spread):
+        of.guessed_tokens, of.last_call = max(1, of.context), last_call
+        if row_place >= 0:
+            note(kept, at, stage, row_place, mean, spread, row)
+    return (
+        mean,
+        spread,
         context * exp(min(max(0.0, mean + spread * scores[stage, 0]), MAX_LOG_GROWTH)),
         context * exp(min(max(0.0, mean + spread * scores[stage, 1]), MAX_LOG_GROWTH)),
         context * exp(min(max(0.0, mean + spread * scores[stage, 2]), MAX_LOG_GROWTH)),
         context * exp(min(max(0.0, mean + spread * scores[stage, 3]), MAX_LOG_GROWTH)),
         context * exp(min(max(0.0, mean + spread * scores[stage, 4]), MAX_LOG_GROWTH)),
     )
-    row[-3], row[-2], row[-1] = of_trend, of_line, of_forest
-    return log_context, mean, spread, q10, q25, q50, q75, q90

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_basin.policy.sessions import Session
-from sglang_basin.predictor.history import History
+from sglang_basin.predictor.kept import History
 from sglang_basin.predictor.model import PeakModel
 from sglang_basin.predictor.predictor import TrainedPredictor
 from sglang_basin.predictor.recorded import Recorded
@@ -25,7 +25,7 @@ class Frozen:
         for call, prompt, output, pause_s in session.steps():
             history.advance(call, prompt, pause_s)
             if call in wanted:
-                made.append(self.model.guess(history, subject).tokens)
+                made.append(self.model.explain(history, subject).tokens)
             history.advance(call, prompt + output)
         return made
 

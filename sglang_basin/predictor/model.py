@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from sglang_basin.predictor.arithmetic import guess
+from sglang_basin.predictor.arithmetic import COLUMNS, MOST_BELIEVED, PARTS, guess
 from sglang_basin.predictor.features import NAMES
 from sglang_basin.predictor.forest import Forest
-from sglang_basin.predictor.history import History
-from sglang_basin.predictor.lessons import PARTS, Guess, Lessons
+from sglang_basin.predictor.kept import History, Lessons, Records, Subject
 from sglang_basin.predictor.line import Line
-from sglang_basin.predictor.online import STAGES, Averages, Calibration, Mixture, stage
+from sglang_basin.predictor.online import LAST_CALLS, STAGES, Averages, Calibration, Mixture, stage
 from sglang_basin.predictor.text import Task, TextScore
 
 TASK_VARIANCE = 0.15
@@ -48,13 +48,17 @@ class OnlineSettings:
             raise ValueError(f"calibration_step must be between 0 and 1, got {self.calibration_step}")
 
 
-class Subject(NamedTuple):
-    """What is known of a session beside its calls; all of it may be missing."""
+class Guess(NamedTuple):
+    """What the model says of a session, and what that was made of."""
 
-    kin: int | None = None
-    task: int | None = None
-    text_score: float = 0.0
-    characters: int = 0
+    row: npt.NDArray[np.float64]
+    """The features, and after them the means of trend, line and forest."""
+    stage: int
+    mean: float
+    spread: float
+    """Of ln(peak / context)."""
+    tokens: tuple[float, ...]
+    """The peak at each of `policy.prediction.SHARES`."""
 
 
 TREND_COLUMNS = tuple(NAMES.index(name) for name in ("log_context", "log_calls", "kin_over_context"))
@@ -91,6 +95,7 @@ class PeakModel:
             *(mixture.shares, calibration.scores),
         )
         """All of these are changed in place, never replaced."""
+        self._row = np.empty(COLUMNS + PARTS)
         self.tasks = Averages(capacity=self.settings.tasks, horizon=self.settings.horizon_sessions)
         self.kins = Averages(capacity=self.settings.kins, horizon=self.settings.horizon_sessions)
 
@@ -102,50 +107,58 @@ class PeakModel:
             score = self.text.score(task) if self.text is not None else 0.0
         return Subject(kin, task.fingerprint, score, task.characters)
 
-    def guess(self, history: History, subject: Subject) -> Guess:
-        """Raises ArithmeticError where the model's numbers no longer make one."""
-        kin, at_stage = self.kins.shrunk(subject.kin, self.log_peak), stage(history.calls)
-        runs, reached = self.tasks.alone(subject.task)
-        variance = self.tasks.within_variance(TASK_VARIANCE) if runs > 0 else TASK_VARIANCE
-        row = np.empty(len(NAMES) + PARTS)
-        log_context, mean, spread, *tokens = guess(
-            history.sums,
-            kin,
-            subject.text_score,
-            subject.characters,
-            row,
+    def guess(
+        self, kept: Records, at: int, calls: int, kin: int | None, task: int | None, row_place: int = -1
+    ) -> tuple[float, ...]:
+        """Of the session kept there, at this call: mean and spread of ln(peak / context); the peak at each of
+        `policy.prediction.SHARES`, in tokens. With `row_place` at least 0 it is the first guess of a stage, and one to
+        learn from (`arithmetic.guess`). Raises ArithmeticError where the model's numbers no longer make one."""
+        at_stage = stage(calls)
+        runs, reached = self.tasks.alone(task)
+        made: tuple[float, ...] = guess(
+            kept,
+            at,
+            self.kins.shrunk(kin, self.log_peak),
             at_stage,
+            LAST_CALLS[at_stage],
+            row_place,
+            self._row,
             runs,
             reached,
-            variance,
+            self.tasks.within_variance(TASK_VARIANCE) if runs > 0 else TASK_VARIANCE,
             *self._arrays,
         )
-        if not math.isfinite(mean + spread):  # compiled code divides by zero without a word
-            raise ArithmeticError(f"a guess of {mean} with a spread of {spread}")
-        return Guess(row, at_stage, log_context, mean, spread, tokens)
+        if not abs(made[0]) + made[1] < MOST_BELIEVED:
+            raise ArithmeticError(f"a guess of {made[0]} with a spread of {made[1]}")
+        return made
 
-    def learn(self, lessons: Lessons, subject: Subject, peak_tokens: int) -> None:
+    def explain(self, history: History, subject: Subject) -> Guess:
+        """A guess with what it was made of. Raises ArithmeticError."""
+        history.tell(subject)
+        mean, spread, *tokens = self.guess(history.kept, 0, history.calls, subject.kin, subject.task)
+        return Guess(self._row.copy(), stage(history.calls), mean, spread, tuple(tokens))
+
+    def learn(self, lessons: Lessons, kin: int | None, task: int | None, peak_tokens: int) -> None:
         """A session has ended with this peak, after guesses of which these lessons are left."""
         log_peak = math.log(max(1, peak_tokens))
-        if len(lessons):
+        if len(lessons.stages):
             self._learn_rows(lessons, log_peak)
-        self.tasks.learn(subject.task, log_peak)
-        self.kins.learn(subject.kin, log_peak)
+        self.tasks.learn(task, log_peak)
+        self.kins.learn(kin, log_peak)
 
     def _learn_rows(self, lessons: Lessons, log_peak: float) -> None:
-        errors, rows = lessons.errors(), lessons.rows()
-        targets = np.maximum(0.0, log_peak - errors["log_context"].astype(np.float64))
-        standard = (targets - errors["mean"]) / errors["spread"]
-        for at_stage, error in zip(errors["stage"].tolist(), standard.tolist(), strict=True):
+        targets = np.maximum(0.0, log_peak - lessons.log_contexts)
+        standard = (targets - lessons.means) / lessons.spreads
+        for at_stage, error in zip(lessons.stages.tolist(), standard.tolist(), strict=True):
             self.calibration.learn(at_stage, error)
-        places, values = rows["place"], rows["values"].astype(np.float64)
-        stages, reached = errors["stage"][places].astype(np.intp), targets[places]
+        values, parts = np.ascontiguousarray(lessons.rows[:, :-PARTS]), lessons.rows[:, -PARTS:]
+        stages, reached = lessons.stages[lessons.places].astype(np.intp), targets[lessons.places]
         # The rows kept stand for one of every stage.
-        weight, forget = row_weight(len(errors)) * len(errors) / len(rows), 1.0 / self.settings.horizon_sessions
+        weight, forget = row_weight(len(targets)) * len(targets) / len(values), 1.0 / self.settings.horizon_sessions
         for part in (self.trend, self.line):
             part.add(values, reached, weight, forget)
         self.forest.add(values, stages, reached, weight, forget)
-        self.mixture.learn(reached[:, None] - rows["parts"], weight, forget)
+        self.mixture.learn(reached[:, None] - parts, weight, forget)
 
 
 def row_weight(rows: int) -> float:

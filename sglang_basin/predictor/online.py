@@ -29,9 +29,8 @@ def stage(calls: int) -> int:
     return max(0, bisect.bisect_right(FIRST_CALLS, calls) - 1)
 
 
-def stage_begins(number: int) -> float:
-    """The call with which stage `number` begins; infinite beyond the last one."""
-    return FIRST_CALLS[number] if number < STAGES else math.inf
+LAST_CALLS: tuple[int, ...] = (*(first - 1 for first in FIRST_CALLS[1:]), 2**31 - 1)
+"""Of each stage; the last stage has none that anyone counts to."""
 
 
 class Averages:

@@ -1,7 +1,7 @@
 """The policy's `PeakPredictor`, made of a peak model; the policy's own `PeaksSeen` when there is none or it fails.
 
-Called in the scheduler's thread, so both calls take microseconds: `predict` two, or ten where it guesses anew, which is
-one call in three; `learn` some fifty. What the policy's session does not carry is kept here by session id:
+Called in the scheduler's thread, so both calls take microseconds: `predict` one or two, or six where it guesses anew,
+which is one call in three; `learn` some fifty. What the policy's session does not carry is kept here by session id:
 `describe` once, before the first `predict`, with what the request's text says. Reading the text (about a millisecond)
 is a step of its own, `text.read_task`, that runs in another process or thread; its result is small.
 """
@@ -9,25 +9,19 @@ is a step of its own, `text.read_task`, that runs in another process or thread; 
 from __future__ import annotations
 
 import random
-import struct
 from array import array
 from dataclasses import dataclass
 
 from sglang_basin.policy.prediction import PeaksSeen, Prediction
 from sglang_basin.policy.sessions import Session
-from sglang_basin.predictor.arithmetic import MOST
-from sglang_basin.predictor.history import HISTORY_BYTES, NOTHING, History
-from sglang_basin.predictor.lessons import NO_LESSONS, Guess, Lessons
-from sglang_basin.predictor.model import PeakModel, Subject
-from sglang_basin.predictor.online import stage_begins
+from sglang_basin.predictor.arithmetic import ANOTHER, HOLDS, KEPT_ROWS, follow
+from sglang_basin.predictor.kept import KeptSessions, Lessons, Subject
+from sglang_basin.predictor.model import PeakModel
 from sglang_basin.predictor.recorded import kin_of
 from sglang_basin.predictor.text import Task, read_task
 
-STALE_FACTOR = 1.1
-"""A prediction holds until the context has changed by this factor. No door takes it for less than the context."""
-
 MAX_SESSIONS = 20_000
-"""Sessions remembered at once, about 0.7 KB each; beyond, the oldest one is forgotten and then unknown."""
+"""Sessions remembered at once, 0.6 KB each; beyond, the oldest one is forgotten and then unknown."""
 
 _UNKNOWN = Subject()
 
@@ -44,44 +38,6 @@ class PredictorCounts:
     """Exceptions in the model; none of them reaches the caller."""
 
 
-# What is kept of a session, as bytes, for there are many: its history, stage and tokens of its last guess (stage
-# -1 before the first one), what was told of it, its lessons.
-_GUESS = struct.Struct("<bI")
-_TOLD = struct.Struct("<BQQdI")
-"""Which of the following were told; kin, task, text score and characters."""
-_DESCRIBED, _KIN, _TASK = 1, 2, 4
-_GUESS_AT = HISTORY_BYTES
-_TOLD_AT = _GUESS_AT + _GUESS.size
-_LESSONS_AT = _TOLD_AT + _TOLD.size
-_NOTHING_TOLD = _TOLD.pack(0, 0, 0, 0.0, 0)
-
-
-def _begun(told: bytes = _NOTHING_TOLD) -> bytearray:
-    """Of a session of which only this is known."""
-    return bytearray(NOTHING + _GUESS.pack(-1, 0) + told + NO_LESSONS)
-
-
-def _tell(kept: bytearray, subject: Subject) -> None:
-    """Raises struct.error for numbers that cannot be."""
-    told = _DESCRIBED + _KIN * (subject.kin is not None) + _TASK * (subject.task is not None)
-    kin, task = subject.kin or 0, subject.task or 0
-    _TOLD.pack_into(kept, _TOLD_AT, told, kin, task, subject.text_score, subject.characters)
-
-
-def _told(kept: bytearray) -> Subject:
-    told, kin, task, text_score, characters = _TOLD.unpack_from(kept, _TOLD_AT)
-    return Subject(kin if told & _KIN else None, task if told & _TASK else None, text_score, characters)
-
-
-def _holds(stage: int, guessed_tokens: int, calls: int, tokens: int) -> bool:
-    """Whether a guess does until a new stage begins, and while the context is about as long as it was."""
-    return (
-        calls < stage_begins(stage + 1)
-        and guessed_tokens < STALE_FACTOR * tokens
-        and tokens < STALE_FACTOR * guessed_tokens
-    )
-
-
 class TrainedPredictor:
     """`policy.prediction.PeakPredictor`. Not thread-safe, like the door that asks it."""
 
@@ -91,12 +47,11 @@ class TrainedPredictor:
         self.counts = PredictorCounts()
         self.last_failure: str | None = None
         self._seen = PeaksSeen()
-        self._of: dict[str, bytearray] = {}  # what is kept of each session, oldest first
-        self._max_sessions = max_sessions
+        self._kept = KeptSessions(max_sessions)
         self._draw = random.Random(seed)
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._kept)
 
     def describe(
         self,
@@ -119,9 +74,11 @@ class TrainedPredictor:
         try:
             task = task if task is not None else read_task(text)
             kin = kin if kin is not None else kin_of(agent, model)
-            kept = self._follow(session_id)
-            _tell(kept, _UNKNOWN)  # described all the same, should this fail
-            _tell(kept, self.model.subject(task, kin, score))
+            place = self._kept.find(session_id)
+            if place is None:
+                place = self._kept.begin(session_id)
+            self._kept.tell(place, _UNKNOWN)  # described all the same, should this fail
+            self._kept.tell(place, self.model.subject(task, kin, score))
         except Exception as error:  # noqa: BLE001 - a prediction must never cost a call
             self.failed(error)
 
@@ -129,8 +86,8 @@ class TrainedPredictor:
         """Whether the session was described, or need not be."""
         if self.model is None:
             return True
-        kept = self._of.get(session_id)
-        return kept is not None and bool(kept[_TOLD_AT])
+        place = self._kept.find(session_id)
+        return place is not None and self._kept.is_told(place)
 
     def predict(self, session: Session) -> Prediction:
         self.counts.predictions += 1
@@ -145,55 +102,35 @@ class TrainedPredictor:
     def learn(self, session: Session) -> None:
         self.counts.learned += 1
         self._seen.learn(session)
-        kept = self._of.pop(session.session_id, None)
-        if kept is None or self.model is None:
+        place = self._kept.find(session.session_id)
+        if place is None or self.model is None:
             return
         try:
-            self.model.learn(Lessons(bytes(kept[_LESSONS_AT:])), _told(kept), session.peak_tokens)
+            kin, task = self._kept.keys_told(place)
+            self.model.learn(Lessons.of(*self._kept.record(place)), kin, task, session.peak_tokens)
         except Exception as error:  # noqa: BLE001 - learning must never cost a call
             self.failed(error)
+        self._kept.forget(session.session_id)
 
     def forget(self, session_id: str) -> None:
         """The session went away without having shown its peak: refused, or never admitted."""
-        self._of.pop(session_id, None)
-
-    def _follow(self, session_id: str) -> bytearray:
-        kept = self._of.get(session_id)
-        if kept is None:
-            kept = self._of[session_id] = _begun()
-            if len(self._of) > self._max_sessions:
-                self.forget(next(iter(self._of)))
-        return kept
+        self._kept.forget(session_id)
 
     def _predict(self, session: Session, model: PeakModel) -> Prediction:
         """`session.prediction` is what was answered last, if the caller keeps it there."""
-        session_id = session.session_id
-        kept, history = self._at(session_id)
-        calls, tokens = session.calls_seen, max(1, session.context_tokens)
-        if calls < history.calls:  # another session of the same name
-            self._of[session_id] = _begun(bytes(kept[_TOLD_AT:_LESSONS_AT]))
-            kept, history = self._at(session_id)
-        changed = history.advance(calls, tokens, session.pause_s)
-        last, (stage, guessed_tokens) = session.prediction, _GUESS.unpack_from(kept, _GUESS_AT)
-        if last is not None and stage >= 0 and (not changed or _holds(stage, guessed_tokens, calls, tokens)):
-            return last
-        if stage >= 0:
-            _GUESS.pack_into(kept, _GUESS_AT, -1, 0)  # should the model fail
-        guess = model.guess(history, _told(kept))
-        kept = self._of[session_id] = self._noted(kept, guess)
-        _GUESS.pack_into(kept, _GUESS_AT, guess.stage, min(tokens, MOST))
-        return Prediction(array("d", guess.tokens))
-
-    def _noted(self, kept: bytearray, guess: Guess) -> bytearray:
-        """What is kept of the session from now on, for it to teach when it ends."""
-        if kept[_LESSONS_AT:] == NO_LESSONS:
-            return kept[:_LESSONS_AT] + Lessons.first(guess)
-        lessons = Lessons(bytes(kept[_LESSONS_AT:]))
-        return kept[:_LESSONS_AT] + lessons.packed() if lessons.note(guess, self._draw) else kept
-
-    def _at(self, session_id: str) -> tuple[bytearray, History]:
-        kept = self._follow(session_id)
-        return kept, History(kept)
+        kept, calls = self._kept, session.calls_seen
+        place = kept.find(session.session_id)
+        if place is None:
+            place = kept.begin(session.session_id)
+        records, at = kept.record(place)
+        answer = follow(records, at, calls, session.context_tokens, session.pause_s)
+        if answer == HOLDS and session.prediction is not None:
+            return session.prediction
+        if answer == ANOTHER:
+            kept.begin_again(place)
+            answer = follow(records, at, calls, session.context_tokens, session.pause_s)
+        row_place = answer if answer < KEPT_ROWS else self._draw.randrange(answer + 1)
+        return Prediction(array("d", model.guess(records, at, calls, *kept.keys_told(place), row_place)[2:]))
 
     def failed(self, error: Exception) -> None:
         """Count an exception that the caller kept from going further."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_basin.predictor.features import NAMES
-from sglang_basin.predictor.history import NOTHING, History
+from sglang_basin.predictor.kept import History
 
 COLUMN = {name: place for place, name in enumerate(NAMES)}
 
@@ -29,23 +29,6 @@ def test_results_and_outputs_are_told_apart():
     assert got["log_result_last"] == pytest.approx(math.log1p(300))
     assert got["log_growth_max"] == pytest.approx(math.log1p(500))
     assert got["kin_over_context"] == pytest.approx(9.0 - math.log(1600))
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(-5, 10**7), st.floats(0, 1e4)), max_size=40), st.integers(0, 40)
-)
-def test_kept_as_bytes_it_goes_on_as_if_nothing_had_been(steps, pause_at):
-    """Wherever it is taken up again, and whatever lies behind it."""
-    history, kept, calls = History(), bytearray(NOTHING + b"more"), 1
-    for number, (more, context, pause_s) in enumerate(steps):
-        calls += more
-        history.advance(calls, context, pause_s)
-        if number <= pause_at:
-            again = History(kept)
-        again.advance(calls, context, pause_s)
-        assert again.calls == history.calls
-    assert np.array_equal(history.row(9.0, 0.5, 100), History(kept).row(9.0, 0.5, 100))
-    assert kept.endswith(b"more")
 
 
 def test_pauses_and_trends():

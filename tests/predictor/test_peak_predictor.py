@@ -11,9 +11,9 @@ from sglang_basin.policy.prediction import PeaksSeen
 from sglang_basin.policy.sessions import Session
 from sglang_basin.predictor.evaluate import predict, score
 from sglang_basin.predictor.fitted import Frozen, Serving
-from sglang_basin.predictor.lessons import Lessons
+from sglang_basin.predictor.kept import Lessons
 from sglang_basin.predictor.model_file import default_model_path, load_model
-from sglang_basin.predictor.predictor import _LESSONS_AT, TrainedPredictor
+from sglang_basin.predictor.predictor import TrainedPredictor
 from sglang_basin.predictor.text import Task
 from sglang_basin.predictor.training import fit_model
 
@@ -94,7 +94,7 @@ def test_one_guess_counts_per_stage(model):
     predictor = TrainedPredictor(model)
     for call in range(1, 3000):
         predictor.predict(at(1000 + call, call))
-    assert len(lessons_of(predictor, "s")) == 12
+    assert len(lessons_of(predictor, "s").stages) == 12
 
 
 def test_what_it_keeps_of_a_session_does_not_grow(model):
@@ -131,13 +131,13 @@ def test_sessions_by_turns_are_predicted_as_each_alone(model):
             session.prediction = alone[place].predict(session)
             assert together.predict(session) == session.prediction
             assert together.knows(name)
-    errors = [lessons_of(predictor, "b").errors().tobytes() for predictor in (together, alone[1])]
-    assert errors[0] == errors[1]
+    means = [lessons_of(predictor, "b").means.tobytes() for predictor in (together, alone[1])]
+    assert means[0] == means[1]
     assert together.counts.failures == 0
 
 
 def lessons_of(predictor, name):
-    return Lessons(bytes(predictor._of[name][_LESSONS_AT:]))
+    return Lessons.of(*predictor._kept.record(predictor._kept.find(name)))
 
 
 def test_numbers_that_no_context_has_cost_only_their_session(model):

@@ -21,6 +21,7 @@ import tracemalloc
 from array import array
 
 import numpy as np
+import yardstick
 
 from sglang_basin.config import BasinConfig
 from sglang_basin.engine.door import door_for, predictor_for
@@ -131,7 +132,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(results, indent=1))
         return
-    print(f"{options.sessions} live sessions; bounds: 20 us a decision, 2,048 bytes a session\n")
+    print(f"{options.sessions} live sessions; bounds: 20 us a decision, 2,048 bytes a session. {yardstick.told()}\n")
     print(f"| | {' | '.join(results)} |\n| --- |{' --- |' * len(results)}")
     for name in next(iter(results.values())):
         print(f"| {name} | {' | '.join(f'{one[name]:.1f}' for one in results.values())} |")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yardstick
 from predictor_ceiling import feature_study, task_study
 
 from sglang_basin.policy.sessions import Session
@@ -138,14 +139,14 @@ def speed(model: PeakModel, sessions: Sequence[Recorded]) -> list[str]:
                 policy.context_tokens = context
                 policy.peak_tokens = max(policy.peak_tokens, context)
                 started = time.thread_time_ns()
-                predictor.predict(policy)
+                policy.prediction = predictor.predict(policy)
                 updates.append(time.thread_time_ns() - started)
         started = time.thread_time_ns()
         predictor.learn(policy)
         learns.append(time.thread_time_ns() - started)
     first, later, learn = np.array(firsts) / 1e6, np.array(updates) / 1e3, np.array(learns) / 1e3
     return [
-        "CPU time",
+        f"CPU time. {yardstick.told()}",
         f"first call, 8,000 characters: median {np.median(first):.2f} ms, p99 {np.quantile(first, 0.99):.2f} ms (≤ 2)",
         f"later calls: median {np.median(later):.0f} µs, p99 {np.quantile(later, 0.99):.0f} µs (≤ 50)",
         f"learning a session: median {np.median(learn):.0f} µs",
@@ -159,10 +160,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--folds", type=int, default=20, metavar="N", help="at most; large traces take 6 (20)")
     parser.add_argument("--quick", action="store_true", help="the serving model and the baseline alone")
+    parser.add_argument("--speed", action="store_true", help="the speed alone; what else OUT holds stays")
     options = parser.parse_args()
     results: dict[str, Any] = {}
     lines: list[str] = []
-    for name in options.only:
+    if options.speed and options.json is not None and options.json.is_file():
+        results = json.loads(options.json.read_text())
+    sessions = read_recorded(options.traces / f"{options.only[-1]}.jsonl.gz")
+    for name in () if options.speed else options.only:
         sessions = read_recorded(options.traces / f"{name}.jsonl.gz")
         found = study(name, sessions, quick=options.quick, most_folds=options.folds)
         results[name] = dataclasses.asdict(found)

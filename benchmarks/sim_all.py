@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/sim_all.py [--quick] [--jobs 2]
 
-About twenty minutes on two cores; interrupted, it goes on where it was. Flags are passed on to each script.
+A quarter of an hour on two cores; interrupted, it goes on where it was. Flags are passed on to each script.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ PD deployment at the article's scale, on a laptop. Each prints the article's fig
 
     .venv/bin/python benchmarks/sim_surge.py [--quick] [--seeds 1,2,3] [--jobs 2]
     .venv/bin/python benchmarks/sim_readme.py                # this page, made of the results
-    .venv/bin/python benchmarks/sim_all.py [--jobs 2]        # all, and the page; some twenty minutes
+    .venv/bin/python benchmarks/sim_all.py [--jobs 2]        # all, and the page; a quarter of an hour
 
 Runs are kept in `out/benchmarks/`, named by all that decides them, so that an interrupted script goes on where it was.
 Every result says with which command, seeds, traces, versions and code it was made. The workloads are in

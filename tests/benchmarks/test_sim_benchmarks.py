@@ -215,8 +215,8 @@ def test_the_trained_predictor_has_not_seen_the_tasks_it_predicts() -> None:
         session.prediction = predictor.predict(session)
         assert session.prediction.at(0.9) >= session.prediction.at(0.5) > 0
         side = halves.sessions[planned.session.trace_id][0]
-        assert planned.uid in predictor._by_side[1 - side]._of
-        assert planned.uid not in predictor._by_side[side]._of
+        assert predictor._by_side[1 - side]._kept.find(planned.uid) is not None
+        assert predictor._by_side[side]._kept.find(planned.uid) is None
 
 
 @pytest.mark.parametrize("name", RIVALS)

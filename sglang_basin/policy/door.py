@@ -208,14 +208,16 @@ class Door:
         present state. `prompt_tokens` counts the whole prompt, cached or not. `parent_id` names the session that
         started this one. `prompt_id`, equal for equal prompts, matters with a session's first call.
         """
-        now_s = self._advance(now_s)
+        if now_s > self._now_s:
+            self._now_s = now_s
+        now_s = self._now_s
         known = self._calls.get(call_id)
         if known is not None:
             return self._present(known, now_s)
         if session_id is None:
             return Admit(call_id, Reason.NO_IDENTITY)
 
-        session = self._known(session_id)
+        session = self._live.get(session_id) or self._known(session_id)
         call = Call(call_id, session_id, prompt_tokens, now_s, PREFILLING, ends_session)
         if session is None:
             session = Session(session_id, now_s, prompt_tokens, now_s, parent_id, prompt_id)
@@ -274,7 +276,9 @@ class Door:
 
         `cached_tokens` of its prompt were found cached, in whatever tier; None if the engine cannot say.
         """
-        now_s = self._advance(now_s)
+        if now_s > self._now_s:
+            self._now_s = now_s
+        now_s = self._now_s
         call = self._calls.get(call_id)
         if call is None or call.stage is not PREFILLING:
             return
@@ -297,7 +301,9 @@ class Door:
     def finish(self, call_id: str, output_tokens: int, now_s: float, *, final: bool = False) -> None:
         """The call is over (finished, aborted or failed) after `output_tokens` tokens of output; `final` if it answered
         without asking for a tool, as an agent does that is done."""
-        now_s = self._advance(now_s)
+        if now_s > self._now_s:
+            self._now_s = now_s
+        now_s = self._now_s
         call = self._drop(call_id, now_s)
         session = self._live.get(call.session_id) if call is not None else None
         if call is None or session is None:
@@ -344,9 +350,12 @@ class Door:
 
     def poll(self, now_s: float) -> list[Outcome]:
         """Whose wait ends now: calls to let go on, calls to refuse. Call it after every change and once a second."""
-        now_s = self._advance(now_s)
+        if now_s > self._now_s:
+            self._now_s = now_s
+        now_s = self._now_s
         self._expire_idle(now_s)
-        self._expire_resting(now_s)
+        if self._paused.resting:
+            self._expire_resting(now_s)
         if self._answered:
             self._expire_answered(now_s)
         if self._away:
@@ -406,7 +415,7 @@ class Door:
         A call without a session counts as a session of its own. No call waits for ever: the key of a waiting one is
         fixed, and sessions that arrive later than it go behind it.
         """
-        session = self._known(session_id)
+        session = self._live.get(session_id) or self._known(session_id)
         if session is None:
             return call_arrived_s
         if not (session.live and self.settings.updates_order):
@@ -496,8 +505,7 @@ class Door:
             return Reason.ADMISSION_OFF
         if session.parent_id in self._live:
             return Reason.CHILD
-        head = self._head()
-        if head is not None and head.priority <= session.priority:
+        if self._queue and self._queue[0][0] <= session.priority:
             return None
         return self._fit(session)
 
@@ -822,8 +830,9 @@ class Door:
 
     def _forget_over_bound(self) -> None:
         """Keep the table bounded: forget the longest idle sessions, whose return would make them new ones."""
-        while len(self._live) + len(self._paused) >= self.settings.max_sessions:
-            oldest = next(iter(self._paused.resting.values()), None) or next(iter(self._live.values()), None)
+        paused, most = self._paused, self.settings.max_sessions
+        while len(self._live) + len(paused.resting) + len(paused.waiting) >= most:
+            oldest = next(iter(paused.resting.values()), None) or next(iter(self._live.values()), None)
             if oldest is None:
                 return  # all of them wait at the door
             self._end(oldest, completed=False)

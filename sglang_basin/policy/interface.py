@@ -8,8 +8,7 @@ sees only what a serving system can see at that moment: prompts and outputs that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sglang_basin.policy.decisions import Decision, Outcome
 from sglang_basin.policy.prediction import PeakPredictor, Prediction
@@ -17,8 +16,7 @@ from sglang_basin.policy.prediction import PeakPredictor, Prediction
 __all__ = ["EngineView", "PeakPredictor", "Prediction", "ServingPolicy"]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineView:
+class EngineView(NamedTuple):
     """What an instance's scheduler knows about itself. Tokens unless the name says otherwise."""
 
     cache_tokens: int

@@ -7,7 +7,6 @@ into a test case. Recordings hold session names as they came, token counts and t
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -96,7 +95,7 @@ class RecordedDoor:
 
     def observe(self, view: EngineView, now_s: float) -> None:
         self.door.observe(view, now_s)
-        self._note("observe", (dataclasses.astuple(view), now_s), None)
+        self._note("observe", (tuple(view), now_s), None)
 
     def poll(self, now_s: float) -> list[Outcome]:
         outcomes = self.door.poll(now_s)

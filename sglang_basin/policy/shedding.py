@@ -36,8 +36,10 @@ class Rates:
     def arrived(self, now_s: float) -> None:
         if self._started_s is None:
             self._started_s = now_s
-        self._arrivals.append(now_s)
-        _forget(self._arrivals, now_s - self._settings.arrival_window_s)
+        arrivals, before_s = self._arrivals, now_s - self._settings.arrival_window_s
+        arrivals.append(now_s)
+        if arrivals[0] < before_s:
+            _forget(arrivals, before_s)
 
     def completed(self, now_s: float) -> None:
         self._completions.append(now_s)

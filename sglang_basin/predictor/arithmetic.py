@@ -14,7 +14,7 @@ this file has changed. It does not notice changes elsewhere: whatever these func
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import erfc, exp, log, log1p, pi, sqrt
+from math import erfc, exp, log, log1p, nan, pi, sqrt
 from typing import Any, TypeVar
 
 import numba
@@ -288,18 +288,19 @@ def add_to_leaves(leaves: Ints, targets: Floats, weight: float, sums: Floats, of
 # ---- Lines ---------------------------------------------------------------------------------------------------------
 #
 # `columns`, `middle`, `scale`: one number for each column, as in `line.Line`; `slopes` has the constant at its end.
+# `lines`: (3, columns + 1), all three.
 
 CUT = 4.0
 """Of a standardised value."""
 
 
-@_compiled(f8, _VECTOR, _COUNTS, _VECTOR, _VECTOR, _VECTOR)
-def value(row: Floats, columns: Ints, middle: Floats, scale: Floats, slopes: Floats) -> float:
+@_compiled(f8, _VECTOR, _COUNTS, _TABLE)
+def value(row: Floats, columns: Ints, lines: Floats) -> float:
     """Of the line, for one row."""
-    total: float = slopes[-1]
+    total: float = lines[2, -1]
     for place in range(len(columns)):
-        standard = (row[columns[place]] - middle[place]) / scale[place]
-        total += slopes[place] * min(max(standard, -CUT), CUT)
+        standard = (row[columns[place]] - lines[0, place]) / lines[1, place]
+        total += lines[2, place] * min(max(standard, -CUT), CUT)
     return total
 
 
@@ -423,17 +424,16 @@ def note(kept: Any, at: int, stage: int, row_place: int, mean: float, spread: fl
     of.noted = noted + 1
     if row_place < KEPT_ROWS:
         of.place[row_place] = noted
-        for column in range(len(row)):
+        for column in range(COLUMNS + PARTS):
             of.row[row_place, column] = half(row[column])
 
 
 @_compiled(
-    UniTuple(f8, 7),
+    UniTuple(f8, 5),
     *(_KEPT, i8, f8),
     *(i8, i8, i8, _VECTOR, f8, f8, f8),
     *(_QUESTIONS, _CUBE, _TABLE),
-    *(_COUNTS, _VECTOR, _VECTOR, _VECTOR),
-    *(_COUNTS, _VECTOR, _VECTOR, _VECTOR),
+    *(_COUNTS, _TABLE, _COUNTS, _TABLE),
     *(_VECTOR, _TABLE),
 )
 def guess(
@@ -451,21 +451,17 @@ def guess(
     thresholds: Floats,
     of_leaves: Floats,
     trend_columns: Ints,
-    trend_middle: Floats,
-    trend_scale: Floats,
-    trend_slopes: Floats,
+    trend: Floats,
     line_columns: Ints,
-    line_middle: Floats,
-    line_scale: Floats,
-    line_slopes: Floats,
+    line: Floats,
     shares: Floats,
     scores: Floats,
 ) -> tuple[float, ...]:
-    """What `model.PeakModel` says of a session: mean and spread of ln(peak / context); five quantiles of the peak, in
-    tokens. Into `row` go the features and, after them, the means of trend, line and forest.
+    """What `model.PeakModel` says of a session: five quantiles of the peak, in tokens. Into `row` go the features and,
+    after them, the means of trend, line and forest, and mean and spread of ln(peak / context).
 
     The guess holds up to the call `last_call`. With `row_place` at least 0 it is the first one of its stage, and its
-    row is kept at that place, if there is one. Mean and spread that are not `believable` are returned, no more.
+    row is kept at that place, if there is one. Where mean and spread are not `believable` there is none: all are NaN.
     `runs` of the same task (0 for a stranger's) got to the log peak `reached` on average, around which such runs have
     the variance `task_variance`. `shares` are those of trend, line and forest; `scores`: (stages, quantiles).
     """
@@ -473,9 +469,8 @@ def guess(
     write_row(kept, at, kin_log_peak, of.text_score, of.characters, row)
     log_context = row[0]
     of_forest, variance = moments(row, stage, questions, thresholds, of_leaves)
-    of_trend = value(row, trend_columns, trend_middle, trend_scale, trend_slopes)
-    of_line = value(row, line_columns, line_middle, line_scale, line_slopes)
-    row[-3], row[-2], row[-1] = of_trend, of_line, of_forest
+    of_trend, of_line = value(row, trend_columns, trend), value(row, line_columns, line)
+    row[COLUMNS], row[COLUMNS + 1], row[COLUMNS + 2] = of_trend, of_line, of_forest
     mean = shares[0] * of_trend + shares[1] * of_line + shares[2] * of_forest
     variance += MIN_VARIANCE
     if runs > 0:
@@ -483,13 +478,14 @@ def guess(
         mean += variance / (variance + of_task) * (further - mean)
         variance = min(variance, of_task) + MIN_VARIANCE
     spread, context = sqrt(variance), exp(log_context)
-    if believable(mean, spread):
+    row[-2], row[-1] = mean, spread
+    if not believable(mean, spread):
+        context = nan
+    else:
         of.guessed_tokens, of.last_call = max(1, of.context), last_call
         if row_place >= 0:
             note(kept, at, stage, row_place, mean, spread, row)
     return (
-        mean,
-        spread,
         context * exp(min(max(0.0, mean + spread * scores[stage, 0]), MAX_LOG_GROWTH)),
         context * exp(min(max(0.0, mean + spread * scores[stage, 1]), MAX_LOG_GROWTH)),
         context * exp(min(max(0.0, mean + spread * scores[stage, 2]), MAX_LOG_GROWTH)),

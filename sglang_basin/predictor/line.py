@@ -31,13 +31,14 @@ class Line:
         moment: npt.NDArray[Any],
     ) -> None:
         self.columns: Ints = np.array(columns, np.int64)
-        self.middle = np.array(middle, np.float64)
-        self.scale = np.array(scale, np.float64)
+        self.lines = np.zeros((3, len(self.columns) + 1))
+        """As compiled code takes them: `middle`, `scale`, `slopes`."""
+        self.middle, self.scale, self.slopes = self.lines[0, :-1], self.lines[1, :-1], self.lines[2]
+        """The slopes are those of the standardised columns; the constant last."""
+        self.middle[:], self.scale[:] = middle, scale
         self.gram = np.array(gram, dtype=np.float64, order="C")
         self.moment = np.array(moment, dtype=np.float64)
         self._ridge = np.diag([PENALTY] * len(self.columns) + [1e-9])
-        self.slopes = np.empty(len(self.columns) + 1)
-        """Of the standardised columns; the constant last."""
         self._solve()
 
     def _solve(self) -> None:
@@ -45,7 +46,7 @@ class Line:
 
     def value(self, row: Floats) -> float:
         """The target for one row."""
-        found: float = value(row, self.columns, self.middle, self.scale, self.slopes)
+        found: float = value(row, self.columns, self.lines)
         return found
 
     def values_of(self, rows: Floats) -> Floats:

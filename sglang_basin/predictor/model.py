@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_basin.predictor.arithmetic import COLUMNS, MOST_BELIEVED, PARTS, guess
+from sglang_basin.predictor.arithmetic import COLUMNS, PARTS, guess
 from sglang_basin.predictor.features import NAMES
 from sglang_basin.predictor.forest import Forest
 from sglang_basin.predictor.kept import History, Lessons, Records, Subject
@@ -90,12 +90,11 @@ class PeakModel:
         forest.check(len(NAMES), STAGES - 1)
         self._arrays = (
             *(forest.questions, forest.thresholds, forest.of_leaves),
-            *(trend.columns, trend.middle, trend.scale, trend.slopes),
-            *(line.columns, line.middle, line.scale, line.slopes),
+            *(trend.columns, trend.lines, line.columns, line.lines),
             *(mixture.shares, calibration.scores),
         )
         """All of these are changed in place, never replaced."""
-        self._row = np.empty(COLUMNS + PARTS)
+        self._row = np.empty(COLUMNS + PARTS + 2)
         self.tasks = Averages(capacity=self.settings.tasks, horizon=self.settings.horizon_sessions)
         self.kins = Averages(capacity=self.settings.kins, horizon=self.settings.horizon_sessions)
 
@@ -110,9 +109,9 @@ class PeakModel:
     def guess(
         self, kept: Records, at: int, calls: int, kin: int | None, task: int | None, row_place: int = -1
     ) -> tuple[float, ...]:
-        """Of the session kept there, at this call: mean and spread of ln(peak / context); the peak at each of
-        `policy.prediction.SHARES`, in tokens. With `row_place` at least 0 it is the first guess of a stage, and one to
-        learn from (`arithmetic.guess`). Raises ArithmeticError where the model's numbers no longer make one."""
+        """Of the session kept there, at this call: the peak at each of `policy.prediction.SHARES`, in tokens. With
+        `row_place` at least 0 it is the first guess of a stage, and one to learn from (`arithmetic.guess`). Raises
+        ArithmeticError where the model's numbers no longer make one."""
         at_stage = stage(calls)
         runs, reached = self.tasks.alone(task)
         made: tuple[float, ...] = guess(
@@ -128,15 +127,16 @@ class PeakModel:
             self.tasks.within_variance(TASK_VARIANCE) if runs > 0 else TASK_VARIANCE,
             *self._arrays,
         )
-        if not abs(made[0]) + made[1] < MOST_BELIEVED:
-            raise ArithmeticError(f"a guess of {made[0]} with a spread of {made[1]}")
+        if not made[0] > 0:
+            raise ArithmeticError("a guess of {} with a spread of {}".format(*self._row[-2:]))
         return made
 
     def explain(self, history: History, subject: Subject) -> Guess:
         """A guess with what it was made of. Raises ArithmeticError."""
         history.tell(subject)
-        mean, spread, *tokens = self.guess(history.kept, 0, history.calls, subject.kin, subject.task)
-        return Guess(self._row.copy(), stage(history.calls), mean, spread, tuple(tokens))
+        tokens = self.guess(history.kept, 0, history.calls, subject.kin, subject.task)
+        row, (mean, spread) = self._row[:-2].copy(), self._row[-2:].tolist()
+        return Guess(row, stage(history.calls), mean, spread, tokens)
 
     def learn(self, lessons: Lessons, kin: int | None, task: int | None, peak_tokens: int) -> None:
         """A session has ended with this peak, after guesses of which these lessons are left."""

@@ -130,7 +130,7 @@ class TrainedPredictor:
             kept.begin_again(place)
             answer = follow(records, at, calls, session.context_tokens, session.pause_s)
         row_place = answer if answer < KEPT_ROWS else self._draw.randrange(answer + 1)
-        return Prediction(array("d", model.guess(records, at, calls, *kept.keys_told(place), row_place)[2:]))
+        return Prediction(array("d", model.guess(records, at, calls, *kept.keys_told(place), row_place)))
 
     def failed(self, error: Exception) -> None:
         """Count an exception that the caller kept from going further."""

@@ -837,17 +837,17 @@ class Door:
                 return  # all of them wait at the door
             self._end(oldest, completed=False)
 
-    def _touch(self, session: Session, now_s: float) -> None:
+    def _touch(self, session: Session, now_s: float, generation: int = 0) -> None:
         """The session is active, and with it those that wait for it."""
-        for _ in range(MAX_GENERATIONS):
-            session.last_active_s = now_s
-            if session.live:
-                self._live.move_to_end(session.session_id)
-            elif session.session_id in self._paused.resting:
-                self._paused.resting.move_to_end(session.session_id)
-            if session.parent_id is None or (parent := self._known(session.parent_id)) is None:
-                return
-            session = parent
+        session.last_active_s = now_s
+        if session.live:
+            self._live.move_to_end(session.session_id)
+        elif session.session_id in self._paused.resting:
+            self._paused.resting.move_to_end(session.session_id)
+        if session.parent_id is not None and generation + 1 < MAX_GENERATIONS:
+            parent = self._known(session.parent_id)
+            if parent is not None:
+                self._touch(parent, now_s, generation + 1)
 
     def _advance(self, now_s: float) -> float:
         if now_s > self._now_s:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_basin.predictor.arithmetic import COLUMNS, KEPT, KEPT_ROWS, NOTHING, advance, write_row
+from sglang_basin.predictor.arithmetic import COLUMNS, KEPT, KEPT_ROWS, NOTHING, PARTS, advance, write_row
 
 Records = npt.NDArray[Any]
 """(sessions,) of `arithmetic.KEPT`."""
@@ -64,6 +64,10 @@ class History:
         return row
 
 
+_AT = {name: at for name, (_, at, *_) in (KEPT.fields or {}).items()}
+_ROW = COLUMNS + PARTS
+
+
 class Lessons(NamedTuple):
     """What a session leaves to learn from when it ends, however long it gets.
 
@@ -88,16 +92,20 @@ class Lessons(NamedTuple):
     @classmethod
     def of(cls, records: Records, at: int = 0) -> Lessons:
         """Those in one record; as it is now, whatever becomes of it."""
-        one = records[at : at + 1].copy()
-        noted = int(one["noted"][0])
-        firsts, rows = slice(noted), slice(min(noted, KEPT_ROWS))
+        record = records[at : at + 1].tobytes()
+        noted = record[_AT["noted"]]
+        rows = min(noted, KEPT_ROWS)
+
+        def numbers(name: str, kind: str, count: int) -> npt.NDArray[Any]:
+            return np.frombuffer(record, kind, count, _AT[name])
+
         return cls(
-            stages=one["stage"][0, firsts],
-            log_contexts=one["log_context"][0, firsts].astype(np.float64),
-            means=one["mean"][0, firsts].view("<f2").astype(np.float64),
-            spreads=one["spread"][0, firsts].view("<f2").astype(np.float64),
-            places=one["place"][0, rows],
-            rows=one["row"][0, rows].view("<f2").astype(np.float64),
+            stages=numbers("stage", "u1", noted),
+            log_contexts=numbers("log_context", "<f4", noted).astype(np.float64),
+            means=numbers("mean", "<f2", noted).astype(np.float64),
+            spreads=numbers("spread", "<f2", noted).astype(np.float64),
+            places=numbers("place", "u1", rows),
+            rows=numbers("row", "<f2", rows * _ROW).astype(np.float64).reshape(rows, _ROW),
         )
 
 
@@ -105,7 +113,7 @@ NO_LESSONS = Lessons.of(NOTHING)
 
 _TOLD, _KEYS = struct.Struct("<dQQIB"), struct.Struct("<QQIB")
 """Text score, kin, task, characters; which of them were told."""
-_TOLD_AT, _KEYS_AT = (dict(KEPT.fields or {})[name][1] for name in ("text_score", "kin"))
+_TOLD_AT, _KEYS_AT = _AT["text_score"], _AT["kin"]
 _DESCRIBED, _KIN, _TASK = 1, 2, 4
 _NOTHING = NOTHING.tobytes()
 _SIZE = KEPT.itemsize

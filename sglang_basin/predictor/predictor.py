@@ -90,10 +90,23 @@ class TrainedPredictor:
         return place is not None and self._kept.is_told(place)
 
     def predict(self, session: Session) -> Prediction:
+        """`session.prediction` is what was answered last, if the caller keeps it there."""
         self.counts.predictions += 1
         if self.model is not None:
+            kept, calls = self._kept, session.calls_seen
             try:
-                return self._predict(session, self.model)
+                place = kept.find(session.session_id)
+                if place is None:
+                    place = kept.begin(session.session_id)
+                records, at = kept.record(place)
+                answer = follow(records, at, calls, session.context_tokens, session.pause_s)
+                if answer == HOLDS and session.prediction is not None:
+                    return session.prediction
+                if answer == ANOTHER:
+                    kept.begin_again(place)
+                    answer = follow(records, at, calls, session.context_tokens, session.pause_s)
+                row_place = answer if answer < KEPT_ROWS else self._draw.randrange(answer + 1)
+                return Prediction(array("d", self.model.guess(records, at, calls, *kept.keys_told(place), row_place)))
             except Exception as error:  # noqa: BLE001 - a prediction must never cost a call
                 self.failed(error)
         self.counts.fallbacks += 1
@@ -115,22 +128,6 @@ class TrainedPredictor:
     def forget(self, session_id: str) -> None:
         """The session went away without having shown its peak: refused, or never admitted."""
         self._kept.forget(session_id)
-
-    def _predict(self, session: Session, model: PeakModel) -> Prediction:
-        """`session.prediction` is what was answered last, if the caller keeps it there."""
-        kept, calls = self._kept, session.calls_seen
-        place = kept.find(session.session_id)
-        if place is None:
-            place = kept.begin(session.session_id)
-        records, at = kept.record(place)
-        answer = follow(records, at, calls, session.context_tokens, session.pause_s)
-        if answer == HOLDS and session.prediction is not None:
-            return session.prediction
-        if answer == ANOTHER:
-            kept.begin_again(place)
-            answer = follow(records, at, calls, session.context_tokens, session.pause_s)
-        row_place = answer if answer < KEPT_ROWS else self._draw.randrange(answer + 1)
-        return Prediction(array("d", model.guess(records, at, calls, *kept.keys_told(place), row_place)))
 
     def failed(self, error: Exception) -> None:
         """Count an exception that the caller kept from going further."""

@@ -113,7 +113,7 @@ def test_no_call_is_lost_and_none_waits_for_ever(chosen: tuple, events: list) ->
             waiting = {c: s for c, s in waiting.items() if s != session_id}
             running = {c: s for c, s in running.items() if s != session_id}
         elif kind == "view":
-            policy.observe(dataclasses.replace(VIEW, cache_tokens=1 + tokens, cache_used_share=which / 15), now_s)
+            policy.observe(VIEW._replace(cache_tokens=1 + tokens, cache_used_share=which / 15), now_s)
         elif call_id is not None and kind == "prefilled":
             policy.prefilled(call_id, now_s, cached_tokens=tokens if which % 2 else None)
         elif call_id is not None and kind in ("finish", "abandon"):

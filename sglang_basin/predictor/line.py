@@ -31,15 +31,31 @@ class Line:
         moment: npt.NDArray[Any],
     ) -> None:
         self.columns: Ints = np.array(columns, np.int64)
-        self.lines = np.zeros((3, len(self.columns) + 1))
+        self.lines: Floats = np.zeros((3, len(self.columns) + 1))
         """As compiled code takes them: `middle`, `scale`, `slopes`."""
-        self.middle, self.scale, self.slopes = self.lines[0, :-1], self.lines[1, :-1], self.lines[2]
-        """The slopes are those of the standardised columns; the constant last."""
         self.middle[:], self.scale[:] = middle, scale
         self.gram = np.array(gram, dtype=np.float64, order="C")
         self.moment = np.array(moment, dtype=np.float64)
         self._ridge = np.diag([PENALTY] * len(self.columns) + [1e-9])
         self._solve()
+
+    # Looked up each time: kept, they would be other arrays in a copy of the line, which then would not learn.
+
+    @property
+    def middle(self) -> Floats:
+        found: Floats = self.lines[0, :-1]
+        return found
+
+    @property
+    def scale(self) -> Floats:
+        found: Floats = self.lines[1, :-1]
+        return found
+
+    @property
+    def slopes(self) -> Floats:
+        """Of the standardised columns; the constant last."""
+        found: Floats = self.lines[2]
+        return found
 
     def _solve(self) -> None:
         self.slopes[:] = np.linalg.solve(self.gram + self.gram[-1, -1] * self._ridge, self.moment)

@@ -1,9 +1,11 @@
+import copy
 import gc
 import math
 import subprocess
 import sys
 import tracemalloc
 
+import numpy as np
 import pytest
 from made_sessions import SMALL, made
 
@@ -151,6 +153,18 @@ def test_numbers_that_no_context_has_cost_only_their_session(model):
     assert predictor.predict(at(2000, name="negative")).at(0.5) >= 2000
     predictor.learn(at(2**70, name="huge"))
     assert (predictor.counts.failures, predictor.counts.fallbacks) == (2, 1)
+
+
+def test_a_copied_model_learns_as_the_model_itself():
+    """What is looked at through a view must be looked at in the copy, too."""
+    model = load_model(default_model_path())
+    copied, sessions = copy.deepcopy(model), made(60, factor=3.0)
+    before = model.line.slopes.copy()
+    ours, theirs = (predict(Serving(TrainedPredictor(one)), sessions) for one in (model, copied))
+    assert np.array_equal(ours.tokens, theirs.tokens)
+    assert not np.array_equal(model.line.slopes, before)
+    assert np.array_equal(copied.line.lines, model.line.lines)
+    assert np.array_equal(copied.trend.lines, model.trend.lines)
 
 
 def test_a_foreign_deployment_becomes_a_known_one():

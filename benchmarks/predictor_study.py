@@ -166,9 +166,10 @@ def main() -> int:
     lines: list[str] = []
     if options.speed and options.json is not None and options.json.is_file():
         results = json.loads(options.json.read_text())
-    sessions = read_recorded(options.traces / f"{options.only[-1]}.jsonl.gz")
-    for name in () if options.speed else options.only:
+    for name in options.only[-1:] if options.speed else options.only:
         sessions = read_recorded(options.traces / f"{name}.jsonl.gz")
+        if options.speed:
+            continue
         found = study(name, sessions, quick=options.quick, most_folds=options.folds)
         results[name] = dataclasses.asdict(found)
         lines += verdicts(name, found)

@@ -136,6 +136,9 @@ class KeptSessions:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __deepcopy__(self, memo: object) -> KeptSessions:
+        raise TypeError("kept sessions cannot be copied: in a copy, records and their bytes would be two memories")
+
     def begin(self, name: str) -> int:
         """A session of which nothing is known."""
         if len(self._places) >= self._most:

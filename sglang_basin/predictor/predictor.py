@@ -1,7 +1,7 @@
 """The policy's `PeakPredictor`, made of a peak model; the policy's own `PeaksSeen` when there is none or it fails.
 
 Called in the scheduler's thread, so both calls take microseconds: `predict` one or two, or six where it guesses anew,
-which is one call in three; `learn` some fifty. What the policy's session does not carry is kept here by session id:
+which is one call in three; `learn` a hundred. What the policy's session does not carry is kept here by session id:
 `describe` once, before the first `predict`, with what the request's text says. Reading the text (about a millisecond)
 is a step of its own, `text.read_task`, that runs in another process or thread; its result is small.
 """

@@ -1,3 +1,4 @@
+import copy
 import random
 from collections import Counter
 
@@ -127,3 +128,8 @@ def test_the_oldest_session_goes_and_what_was_told_stays_until_then():
         table.begin_again(place)
         assert table.is_told(place)
         assert table.keys_told(place) == (number, None if number % 2 else 2**64 - 1 - number)
+
+
+def test_a_table_is_not_copied_by_halves():
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(TrainedPredictor(SHIPPED))

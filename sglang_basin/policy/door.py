@@ -850,6 +850,8 @@ class Door:
                 self._touch(parent, now_s, generation + 1)
 
     def _advance(self, now_s: float) -> float:
+        """What every call goes through does this by itself, as it looks at `_live` before `_known`: a hundredth of a
+        simulated run's time (`benchmarks/sim_speed.py`)."""
         if now_s > self._now_s:
             self._now_s = now_s
         return self._now_s

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 """The quantiles that a prediction carries."""
 
-PLACES = {share: place for place, share in enumerate(SHARES)}
+_PLACES = {share: place for place, share in enumerate(SHARES)}
 
 
 class Prediction(NamedTuple):
@@ -24,7 +24,7 @@ class Prediction(NamedTuple):
 
     def at(self, share: float) -> float:
         """The peak, in tokens, that is not exceeded with probability `share`; linear between the known quantiles."""
-        if (place := PLACES.get(share)) is not None:
+        if (place := _PLACES.get(share)) is not None:
             return self.tokens[place]
         high = bisect.bisect_left(SHARES, share)
         if high == len(SHARES):

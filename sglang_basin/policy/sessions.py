@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sglang_basin.policy.prediction import PLACES, Prediction
+from sglang_basin.policy.prediction import Prediction
 
 
 class Stage(Enum):
@@ -107,8 +107,7 @@ class Session:
         """The predicted peak's quantile, in tokens; never below the present context."""
         if self.prediction is None:
             return float(self.context_tokens)
-        place = PLACES.get(share)
-        peak_tokens = self.prediction.at(share) if place is None else self.prediction.tokens[place]
+        peak_tokens = self.prediction.at(share)
         return peak_tokens if peak_tokens > self.context_tokens else float(self.context_tokens)
 
     def growth_per_call(self) -> float | None:

@@ -320,7 +320,7 @@ class Borrower:
         """Give the call its room in the pool, if there is any for it now."""
         limit = req._compute_max_prefix_len(len(req.origin_input_ids))
         _, match = self._cached(req, limit // self._page * self._page)
-        return self.seats.take(req, match)
+        return self.seats.take(req, match, coming=bool(self._parts))
 
     def _stalls(self, now_s: float) -> bool:
         """Whether calls with a seat have waited for a forward for longer than the patience: something else has taken

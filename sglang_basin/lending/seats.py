@@ -52,15 +52,16 @@ class Seats:
             waiting = {req.rid for req in (*scheduler.disagg_prefill_bootstrap_queue.queue, *scheduler.waiting_queue)}
             self.end(rid for rid in list(self._by_rid) if rid not in waiting)
 
-    def take(self, req: Any, match: Any) -> bool:
-        """Whether the call has a seat now. `match` (`MatchResult`): what prefill has of its prompt."""
+    def take(self, req: Any, match: Any, *, coming: bool = False) -> bool:
+        """Whether the call has a seat now. `match` (`MatchResult`): what prefill has of its prompt. `coming`: whether
+        slots that no call holds are being read into, and will be evictable or free within the patience."""
         if self._full:
             return False
         # Locked first: what was evictable of it is room no more.
         lock = self._tree.lock(match.last_device_node)
         whole_tokens = -(-len(req.origin_input_ids) // self._page) * self._page
         seat = Seat(lock, whole_tokens - match.device_prefix_len + 2 * self._page)
-        if self.free_tokens >= seat.needs_tokens or self._nobody_inside():
+        if self.free_tokens >= seat.needs_tokens or not (coming or self._anybody_inside()):
             self._by_rid[req.rid] = seat
             return True
         self._tree.unlock(lock)
@@ -100,7 +101,7 @@ class Seats:
         promised += sum(seat.needs_tokens for seat in self._by_rid.values())
         return int(self._allocator.available_size() + self._tree.evictable_size()) - promised
 
-    def _nobody_inside(self) -> bool:
-        """Whether nothing would ever make room: what the call needs then is SGLang's to judge."""
+    def _anybody_inside(self) -> bool:
+        """Whether there is a call that will make room; if not, what this one needs is SGLang's to judge."""
         scheduler = self._scheduler
-        return not (self._by_rid or scheduler.chunked_req or scheduler.disagg_prefill_inflight_queue)
+        return bool(self._by_rid or scheduler.chunked_req or scheduler.disagg_prefill_inflight_queue)

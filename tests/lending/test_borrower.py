@@ -268,13 +268,23 @@ def test_a_call_that_is_present_keeps_what_it_has_until_it_is_scheduled() -> Non
     world.check()
 
 
-def test_a_call_that_ends_while_it_waits_gives_its_room_back() -> None:
+@pytest.mark.parametrize("layers_read", [0, LAYERS - 1, LAYERS])
+def test_a_call_that_ends_while_it_waits_gives_its_room_back(layers_read: int) -> None:
+    """The next one goes on once what was being read for the one that left has come, or will not come any more."""
     world = World(16, prefill_tokens=512)
     world.decode.cache(prompt(240))
     gone, next_one = world.arrive([*prompt(240), 1]), world.arrive(prompt(400, 1))
-    world.bootstrap(gone)
+    world.transport.hold()
+    assert not world.turn(gone)
+    world.transport.release(layers_read)
+    if layers_read:
+        world.now_s = time.monotonic()
+        world.bootstrap(gone)
     assert not world.turn(next_one)
     world.leave(gone)
+    if layers_read < LAYERS:
+        assert not world.turn(next_one), "a part of the one that left is still on its way"
+        world.transport.release()
     world.bootstrap(next_one)
     assert world.compute(next_one) == (True, 0)
     world.check()

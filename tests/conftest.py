@@ -17,6 +17,10 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")  # how fast this one is just now says nothing about the code
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 @pytest.fixture(scope="session")
 def basin() -> Iterator[Stack]:
     config = BasinConfig(

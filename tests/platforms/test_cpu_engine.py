@@ -18,7 +18,7 @@ import pytest
 from sglang_basin.platforms.profiles import PROFILES
 from sglang_basin.platforms.tiny_model import ModelSpec, build
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.first]
 
 POOL_TOKENS = 4096
 PAGE_TOKENS = 16

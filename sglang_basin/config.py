@@ -230,8 +230,8 @@ OPTIONS: tuple[Option, ...] = (
         parse=str,
         types=(str,),
         default="on",
-        help="'on' drops the waiting session that comes last when more sessions arrive over half an hour than ever "
-        "left and the first one waits over --basin-shed-wait-s",
+        help="'on' drops the waiting session that comes last when more sessions arrive over --basin-shed-window-s than "
+        "ever left and the first one waits over --basin-shed-wait-s",
         why="waiting longer helps nobody when capacity is truly short",
         check=_one_of("on", "off"),
     ),
@@ -243,6 +243,15 @@ OPTIONS: tuple[Option, ...] = (
         help="how long the first session in the queue may wait before anybody is dropped",
         why="half the hold limit",
         check=_at_least(0.0),
+    ),
+    Option(
+        name="shed_window_s",
+        parse=float,
+        types=(float, int),
+        default=1800.0,
+        help="how long a time the arrivals are counted over, and how long the engine runs before anybody is dropped",
+        why="three times a ten-minute surge, which is to wait, not to be dropped",
+        check=_between(1.0, 86_400.0),
     ),
     Option(
         name="lending",
@@ -357,6 +366,7 @@ class BasinConfig:
     max_queue: int | None = None
     shedding: str = "on"
     shed_wait_s: float = 120.0
+    shed_window_s: float = 1800.0
     lending: str = "off"
     lent_share: float = 0.5
     lending_patience_s: float = 2.0

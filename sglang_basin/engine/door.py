@@ -47,7 +47,11 @@ def door_for(
         ),
         order=SizeAwareOrder(config.order_tokens_per_s) if config.order == "size" else ArrivalOrder(),
         predictor=predictor,
-        shedding=SheddingSettings(enabled=config.shedding == "on", head_wait_s=config.shed_wait_s),
+        shedding=SheddingSettings(
+            enabled=config.shedding == "on",
+            head_wait_s=config.shed_wait_s,
+            arrival_window_s=config.shed_window_s,
+        ),
         pausing=PauseSettings() if config.pausing == "on" and not watches else None,
     )
     return door if config.record is None else RecordedDoor(door, recording(rank.file(config.record)))

@@ -88,6 +88,7 @@ def examine(
     yield from check_system_libraries()
     yield check_compiler()
     yield check_kernels()
+    yield check_predictor()
     yield from check_ports()
     yield check_shared_memory(SHARED_MEMORY_BYTES[platform])
     yield check_open_files()
@@ -176,6 +177,18 @@ def check_kernels() -> Finding:
         mend = f"pip install --force-reinstall --no-deps {DISTRIBUTION} (or -e . in a checkout)"
         return Finding("FAIL", "basin_kernels", "not installed", mend)
     return Finding("OK", "basin_kernels", f"page copy, at {Path(spec.origin).parent}")
+
+
+def check_predictor() -> Finding:
+    """That the default model runs here. Where it has never been loaded, its inner loops are compiled now."""
+    from sglang_basin.predictor.model_file import default_model_path, load_model
+
+    try:
+        load_model(default_model_path())
+    except Exception as error:  # noqa: BLE001 - whatever keeps it from running is the finding
+        mend = "pip install --upgrade numba, or serve with --basin-predictor seen"
+        return Finding("FAIL", "predictor", f"{type(error).__name__}: {error}", mend)
+    return Finding("OK", "predictor", f"the shipped model loads, numba {_version('numba')}")
 
 
 def check_compiler() -> Finding:

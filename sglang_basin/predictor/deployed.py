@@ -1,7 +1,8 @@
 """The predictor as an engine uses it: what each request tells, the model, and the session log, in one object.
 
 All of it runs in the scheduler's thread, except that lines of the session log are written by a thread of their own. No
-method raises or blocks: what fails is counted, and `policy.prediction.PeaksSeen` predicts in the model's place.
+method raises or blocks: what fails is counted, and `policy.prediction.PeaksSeen` predicts in the model's place. Where
+no model is asked for, nothing of one is imported.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from pathlib import Path
 from sglang_basin.log_thread import LogThread
 from sglang_basin.policy.prediction import Prediction
 from sglang_basin.policy.sessions import Session
-from sglang_basin.predictor.model import PeakModel
 from sglang_basin.predictor.model_file import load_model
 from sglang_basin.predictor.payload import TaskFeatures
-from sglang_basin.predictor.predictor import MAX_SESSIONS, PredictorCounts, TrainedPredictor
+from sglang_basin.predictor.seen import MAX_SESSIONS, PredictorCounts, SeenPredictor
 from sglang_basin.predictor.session_log import Entry, SessionLog
 
 MAX_LOGGED_CALLS = 512
@@ -48,32 +48,32 @@ class DeployedPredictor:
     """`policy.prediction.PeakPredictor` of an engine's door. Not thread-safe, like the door."""
 
     def __init__(
-        self, model: PeakModel | None, log: SessionLogThread | None = None, *, max_sessions: int = MAX_SESSIONS
+        self, predictor: SeenPredictor, log: SessionLogThread | None = None, *, max_sessions: int = MAX_SESSIONS
     ) -> None:
-        """Without a model `PeaksSeen` predicts, and sessions are logged all the same."""
+        """With a log, at most `max_sessions` are followed for it."""
         self.log = log
-        self.trained = TrainedPredictor(model, max_sessions=max_sessions)
+        self.predictor = predictor
         self._logged: dict[str, _Logged] = {}  # oldest first; nothing without a log
         self._max_sessions = max_sessions
 
     @classmethod
     def from_files(cls, model: Path | None, log: Path | None = None) -> DeployedPredictor:
-        """Load the model and start the log's thread. Raises ModelFileError, and OSError when the log cannot be
+        """Load the model, if any, and start the log's thread. Raises ModelFileError, and OSError when the log cannot be
         written: at a start both are errors, later nothing is. One log file has one writing process."""
-        loaded = None if model is None else load_model(model)
+        predictor = SeenPredictor() if model is None else _trained(model)
         if log is None:
-            return cls(loaded)
+            return cls(predictor)
         with log.open("ab"):
             pass
-        return cls(loaded, SessionLogThread(SessionLog(log)))
+        return cls(predictor, SessionLogThread(SessionLog(log)))
 
     @property
     def counts(self) -> PredictorCounts:
-        return self.trained.counts
+        return self.predictor.counts
 
     @property
     def last_failure(self) -> str | None:
-        return self.trained.last_failure or (self.log.last_failure if self.log is not None else None)
+        return self.predictor.last_failure or (self.log.last_failure if self.log is not None else None)
 
     def describe(self, session_id: str, payload: object) -> None:
         """What `payload.task_payload` read from a request, before the door sees the call; None where nothing came.
@@ -86,9 +86,9 @@ class DeployedPredictor:
         try:
             features = TaskFeatures.from_payload(payload)
         except Exception as error:  # noqa: BLE001 - a prediction must never cost a call
-            self.trained.failed(error)
+            self.predictor.failed(error)
             return
-        self.trained.describe(session_id, task=features.task, kin=features.kin, score=features.score)
+        self.predictor.describe(session_id, task=features.task, kin=features.kin, score=features.score)
         if self.log is not None:
             self._follow(session_id).features = features
 
@@ -97,12 +97,12 @@ class DeployedPredictor:
             try:
                 self._note(session)
             except Exception as error:  # noqa: BLE001 - a log must never cost a call
-                self.trained.failed(error)
-        return self.trained.predict(session)
+                self.predictor.failed(error)
+        return self.predictor.predict(session)
 
     def learn(self, session: Session) -> None:
         logged = self._logged.pop(session.session_id, None)
-        self.trained.learn(session)
+        self.predictor.learn(session)
         if logged is None or self.log is None or not logged.calls:
             return
         calls = tuple(zip(logged.calls[::2], logged.calls[1::2], strict=True))
@@ -111,7 +111,7 @@ class DeployedPredictor:
 
     def forget(self, session_id: str) -> None:
         self._logged.pop(session_id, None)
-        self.trained.forget(session_id)
+        self.predictor.forget(session_id)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what the log still holds, for at most `timeout_s`."""
@@ -120,7 +120,7 @@ class DeployedPredictor:
 
     def _is_described(self, session_id: str) -> bool:
         if self.log is None:
-            return self.trained.knows(session_id)
+            return self.predictor.knows(session_id)
         logged = self._logged.get(session_id)
         return logged is not None and logged.features is not None
 
@@ -149,3 +149,15 @@ class DeployedPredictor:
                 logged.calls[-2:] = array("I", (context, 0))
         elif logged.calls:
             logged.calls[-1] = max(0, context - prompt)
+
+
+def _trained(model: Path) -> SeenPredictor:
+    """The predictor of this model file, or, counted as a failure, one without a model where the compiled code that it
+    runs on cannot be loaded: numba refuses a NumPy that is newer than it knows."""
+    try:
+        from sglang_basin.predictor.predictor import TrainedPredictor
+    except Exception as error:  # noqa: BLE001 - an engine serves without predictions as well
+        seen = SeenPredictor()
+        seen.failed(error)
+        return seen
+    return TrainedPredictor(load_model(model))

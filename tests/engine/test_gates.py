@@ -48,6 +48,7 @@ from sglang_basin.policy.recording import RecordedDoor
 from sglang_basin.policy.reservation import CurrentContext
 from sglang_basin.policy.shedding import SheddingSettings
 from sglang_basin.predictor.deployed import DeployedPredictor
+from sglang_basin.predictor.seen import SeenPredictor
 
 HOST = "127.0.0.1"
 OFFSET = 7
@@ -1143,7 +1144,7 @@ def test_the_decision_log_names_a_session_by_its_prompt_when_it_waits_and_when_i
 
 
 def test_a_predictors_failures_are_faults_counted_once(pair: Pair) -> None:
-    predictor = DeployedPredictor(None)
+    predictor = DeployedPredictor(SeenPredictor())
     pair.prefill._predictor = predictor
     before = metrics().faults.labels("predictor")._value.get()
     predictor.counts.failures += 3

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_this_environment_is_well() -> None:
     ]
     assert bad == []
     assert {f"hook {hook.target}" for hook in HOOKS + LENDING} <= set(found)
-    assert found["basin_kernels"]["status"] == "OK"
+    assert found["basin_kernels"]["status"] == found["predictor"]["status"] == "OK"
     assert found["sglang"] == {"status": "OK", "check": "sglang", "detail": "0.5.23", "mend": ""}
 
 
@@ -67,6 +68,14 @@ def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = doctor.check_kernels()
     assert (finding.status, finding.detail) == ("FAIL", "not installed")
     assert "pip install" in finding.mend
+
+
+def test_a_predictor_that_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang_basin.predictor.forest", None)
+    finding = doctor.check_predictor()
+    assert (finding.status, finding.check) == ("FAIL", "predictor")
+    assert finding.detail.startswith("ModuleNotFoundError")
+    assert "--basin-predictor seen" in finding.mend
 
 
 def test_taken_port_is_named() -> None:

@@ -20,6 +20,7 @@ from sglang_basin.policy.prediction import PeaksSeen
 from sglang_basin.policy.recording import RecordedDoor, replay
 from sglang_basin.policy.reservation import law_named
 from sglang_basin.predictor.deployed import DeployedPredictor
+from sglang_basin.predictor.seen import SeenPredictor
 
 GOLDEN = Path(__file__).parent / "golden" / "engine_surge.jsonl.gz"
 RECORDED = BasinConfig(
@@ -112,6 +113,6 @@ def test_the_engines_decisions_come_out_again() -> None:
     answers = [json.loads(line)[2] for line in recorded if line.startswith('["call"')]
     assert {"Admit", "Queue"} <= {answer[0] for answer in answers}
     assert any(Reason.PAUSED.value in answer for answer in answers)
-    door = door_for(RECORDED, 36_000, DeployedPredictor(None))
+    door = door_for(RECORDED, 36_000, DeployedPredictor(SeenPredictor()))
     assert isinstance(door, Door)
     assert list(replay(recorded, door)) == []

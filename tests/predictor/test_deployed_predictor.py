@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,6 +17,7 @@ from sglang_basin.predictor.model_file import ModelFileError, default_model_path
 from sglang_basin.predictor.payload import task_payload
 from sglang_basin.predictor.predictor import TrainedPredictor
 from sglang_basin.predictor.recorded import read_recorded
+from sglang_basin.predictor.seen import SeenPredictor
 from sglang_basin.predictor.session_log import SessionLog
 
 LONG = task_payload({"model": "m", "messages": [{"role": "user", "content": "task 1 refactor everything alpha"}]})
@@ -38,7 +41,7 @@ def serve(door, name, calls, start_s=0.0, ends=True):
 
 
 def test_what_the_request_tells_is_used(model):
-    deployed = DeployedPredictor(model)
+    deployed = DeployedPredictor(TrainedPredictor(model))
     trained = TrainedPredictor(model)
     for name, payload, text in (
         ("long", LONG, "task 1 refactor everything alpha"),
@@ -56,7 +59,7 @@ def test_a_score_from_the_http_process_counts_as_one_made_here(model):
     body = {"model": "m", "messages": [{"role": "user", "content": "task 1 refactor everything alpha"}]}
     scored = task_payload(body, text_score=model.text)
     assert "terms" not in scored
-    deployed = DeployedPredictor(model)
+    deployed = DeployedPredictor(TrainedPredictor(model))
     sessions = {"terms": LONG, "score": scored, "foreign": {**scored, "score": 1e9}, "nothing": None}
     tokens = {}
     for name, payload in sessions.items():
@@ -68,7 +71,7 @@ def test_a_score_from_the_http_process_counts_as_one_made_here(model):
 
 
 def test_sessions_are_logged_as_they_were_served(model, tmp_path):
-    deployed = DeployedPredictor(model, SessionLogThread(SessionLog(tmp_path / "log")))
+    deployed = DeployedPredictor(TrainedPredictor(model), SessionLogThread(SessionLog(tmp_path / "log")))
     door = door_with(deployed)
     deployed.describe("a", LONG)
     serve(door, "a", [(1000, 50), (1200, 0), (1500, 70)])
@@ -85,7 +88,7 @@ def test_sessions_are_logged_as_they_were_served(model, tmp_path):
 
 
 def test_a_long_session_keeps_its_peak_in_the_log(model, tmp_path):
-    deployed = DeployedPredictor(model, SessionLogThread(SessionLog(tmp_path / "log")))
+    deployed = DeployedPredictor(TrainedPredictor(model), SessionLogThread(SessionLog(tmp_path / "log")))
     calls = [(100 + number, 3) for number in range(MAX_LOGGED_CALLS + 40)]
     calls[MAX_LOGGED_CALLS + 20] = (9000, 17)
     serve(door_with(deployed), "a", calls)
@@ -97,17 +100,17 @@ def test_a_long_session_keeps_its_peak_in_the_log(model, tmp_path):
 
 
 def test_sessions_turned_away_are_forgotten(model, tmp_path):
-    deployed = DeployedPredictor(model, SessionLogThread(SessionLog(tmp_path / "log")))
+    deployed = DeployedPredictor(TrainedPredictor(model), SessionLogThread(SessionLog(tmp_path / "log")))
     door = door_with(deployed, tokens=1000)
     for name in ("a", "b", "c"):
         deployed.describe(name, LONG)
     assert not isinstance(door.call("1", "a", 900, 0.0), Queue)
     door.call("2", "b", 900, 1.0)
     assert isinstance(door.call("3", "c", 900, 2.0), Queue)
-    assert len(deployed.trained) == len(deployed._logged) == 3
+    assert len(deployed.predictor) == len(deployed._logged) == 3
     door.poll(70.0)  # held for too long
     assert set(deployed._logged) == {"a", "b"}
-    assert len(deployed.trained) == 2
+    assert len(deployed.predictor) == 2
 
 
 class Full(SessionLog):
@@ -126,7 +129,7 @@ class Slow(SessionLog):
 
 
 def test_a_full_disk_costs_lines_and_nothing_else(model, tmp_path):
-    deployed = DeployedPredictor(model, SessionLogThread(Full(tmp_path / "log")))
+    deployed = DeployedPredictor(TrainedPredictor(model), SessionLogThread(Full(tmp_path / "log")))
     door = door_with(deployed)
     for name in "abc":
         serve(door, name, [(700, 10)])
@@ -139,7 +142,8 @@ def test_a_full_disk_costs_lines_and_nothing_else(model, tmp_path):
 
 def test_a_slow_disk_never_makes_the_scheduler_wait(model, tmp_path):
     gate = threading.Event()
-    deployed = DeployedPredictor(model, SessionLogThread(Slow(tmp_path / "log", gate), most_waiting=4))
+    log = SessionLogThread(Slow(tmp_path / "log", gate), most_waiting=4)
+    deployed = DeployedPredictor(TrainedPredictor(model), log)
     door = door_with(deployed)
     started = time.perf_counter()
     for number in range(10):
@@ -158,9 +162,9 @@ class Broken:
     subject = learn = guess
 
 
-@pytest.mark.parametrize("model", [None, Broken()])
-def test_without_a_working_model_it_is_peaks_seen_and_the_log_goes_on(model, tmp_path):
-    deployed, seen = DeployedPredictor(model, SessionLogThread(SessionLog(tmp_path / "log"))), PeaksSeen()
+@pytest.mark.parametrize("predictor", [SeenPredictor(), TrainedPredictor(Broken())])
+def test_without_a_working_model_it_is_peaks_seen_and_the_log_goes_on(predictor, tmp_path):
+    deployed, seen = DeployedPredictor(predictor, SessionLogThread(SessionLog(tmp_path / "log"))), PeaksSeen()
     for number, one in enumerate(made(20)):
         deployed.describe(str(number), LONG)
         serve(door_with(deployed), str(number), one.calls)
@@ -170,12 +174,12 @@ def test_without_a_working_model_it_is_peaks_seen_and_the_log_goes_on(model, tmp
     deployed.close()
     assert len(read_recorded(tmp_path / "log")) == 20
     assert deployed.counts.fallbacks == deployed.counts.predictions
-    assert (deployed.counts.failures > 0) == (model is not None)
+    assert (deployed.counts.failures > 0) == isinstance(predictor, TrainedPredictor)
 
 
 @pytest.mark.parametrize("payload", [{"kin": 7}, {"terms": "!"}, {"surprise": 1}])
 def test_a_foreign_payload_is_counted_and_the_call_goes_on(model, payload):
-    deployed = DeployedPredictor(model)
+    deployed = DeployedPredictor(TrainedPredictor(model))
     deployed.describe("a", payload)
     assert deployed.counts.failures == 1
     assert deployed.last_failure.startswith("ValueError: task payload")
@@ -186,11 +190,12 @@ def test_a_foreign_payload_is_counted_and_the_call_goes_on(model, payload):
 
 
 def test_its_tables_are_bounded(model, tmp_path):
-    deployed = DeployedPredictor(model, SessionLogThread(SessionLog(tmp_path / "log")), max_sessions=10)
+    trained = TrainedPredictor(model, max_sessions=10)
+    deployed = DeployedPredictor(trained, SessionLogThread(SessionLog(tmp_path / "log")), max_sessions=10)
     for number in range(100):
         deployed.describe(str(number), LONG)
         deployed.predict(Session(str(number), 0.0, 3000, 0.0, calls_seen=1))
-    assert len(deployed._logged) == len(deployed.trained) == 10
+    assert len(deployed._logged) == len(deployed.predictor) == 10
     deployed.close()
 
 
@@ -209,3 +214,18 @@ def test_wrong_files_stop_the_start(tmp_path):
         DeployedPredictor.from_files(tmp_path / "model")
     with pytest.raises(OSError, match="log"):
         DeployedPredictor.from_files(None, tmp_path / "no such folder" / "log")
+
+
+def test_where_the_compiled_code_cannot_be_loaded_it_is_peaks_seen_and_counted():
+    """As where NumPy is newer than numba knows."""
+    code = (
+        "import sys; sys.modules['numba'] = None; "
+        "from sglang_basin.config import BasinConfig; from sglang_basin.engine.door import predictor_for; "
+        "from sglang_basin.policy.sessions import Session; from sglang_basin.policy.prediction import PeaksSeen; "
+        "deployed, asked = predictor_for(BasinConfig()), Session('x', 0.0, 3000, 0.0, calls_seen=1); "
+        "assert deployed.predict(asked) == PeaksSeen().predict(asked); "
+        "assert (deployed.counts.failures, deployed.counts.fallbacks) == (1, 1), deployed.counts; "
+        "assert 'numba' in deployed.last_failure, deployed.last_failure"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

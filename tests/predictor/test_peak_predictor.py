@@ -16,6 +16,7 @@ from sglang_basin.predictor.fitted import Frozen, Serving
 from sglang_basin.predictor.kept import Lessons
 from sglang_basin.predictor.model_file import default_model_path, load_model
 from sglang_basin.predictor.predictor import TrainedPredictor
+from sglang_basin.predictor.seen import SeenPredictor
 from sglang_basin.predictor.text import Task
 from sglang_basin.predictor.training import fit_model
 
@@ -34,7 +35,7 @@ class Broken:
 
 
 def test_without_a_model_it_is_peaks_seen():
-    predictor, seen = TrainedPredictor(None), PeaksSeen()
+    predictor, seen = SeenPredictor(), PeaksSeen()
     for number in range(20):
         for one in (predictor, seen):
             one.learn(at(1000 * (number + 1), name=str(number)))
@@ -208,7 +209,7 @@ def test_serving_needs_no_fitting_library():
 def test_reading_a_task_loads_no_compiled_code():
     """The HTTP process would wait for it with its first request, and a run without a trained model needs none."""
     code = (
-        "import sys; import sglang_basin.simulate, sglang_basin.predictor.payload; "
+        "import sys; import sglang_basin.simulate, sglang_basin.engine.door, sglang_basin.predictor.payload; "
         "from sglang_basin.predictor.model_file import default_model_path, load_text_score; "
         "assert load_text_score(default_model_path()); sys.exit('numba' in sys.modules)"
     )

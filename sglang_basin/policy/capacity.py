@@ -264,15 +264,20 @@ def peak(deployment: Deployment) -> Peak:
     points = scan(deployment)
     best = max(range(len(points)), key=lambda i: deployment.completions_per_s(points[i]))
     low, high = points[max(0, best - 1)], points[min(len(points) - 1, best + 1)]
+    sessions = max(_top(deployment.completions_per_s, low, high), points[best], key=deployment.completions_per_s)
+    return Peak(sessions, deployment.completions_per_s(sessions))
+
+
+def _top(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function that rises and then falls between two points is highest, by golden sections."""
     shrink = (math.sqrt(5) - 1) / 2
     while high - low > 1e-9 * high:
         left, right = high - shrink * (high - low), low + shrink * (high - low)
-        if deployment.completions_per_s(left) < deployment.completions_per_s(right):
+        if function(left) < function(right):
             low = left
         else:
             high = right
-    sessions = max((low, high, points[best]), key=deployment.completions_per_s)
-    return Peak(sessions, deployment.completions_per_s(sessions))
+    return max(low, high, key=function)
 
 
 def equilibria(deployment: Deployment, arrivals_per_s: float) -> list[Equilibrium]:
@@ -286,8 +291,14 @@ def equilibria(deployment: Deployment, arrivals_per_s: float) -> list[Equilibriu
     def surplus(sessions: float) -> float:
         return deployment.completions_per_s(sessions) - arrivals_per_s
 
-    top = peak(deployment)
-    points = sorted([*scan(deployment), top.sessions])  # a rate just below the peak crosses on both sides of it
+    points = scan(deployment)
+    curve = [surplus(at) for at in points]
+    for i in range(1, GRID - 1):  # a rate just below a top, or just above a dip, crosses on both sides of it
+        if curve[i - 1] <= curve[i] >= curve[i + 1]:
+            points.append(_top(surplus, points[i - 1], points[i + 1]))
+        elif curve[i - 1] >= curve[i] <= curve[i + 1]:
+            points.append(_top(lambda at: -surplus(at), points[i - 1], points[i + 1]))
+    points.sort()
     if surplus(points[0]) > 0:
         points.insert(0, 0.0)
     found = []
@@ -454,7 +465,10 @@ def _recovery_s(deployment: Deployment, arrivals_per_s: float, sessions: float, 
     near = max(0.95 * stable, min(1.05 * stable, sessions))
     if near == sessions:
         return 0.0
-    return _integral(lambda n: 1 / (arrivals_per_s - deployment.completions_per_s(n)), sessions, near)
+    try:
+        return _integral(lambda n: 1 / (arrivals_per_s - deployment.completions_per_s(n)), sessions, near)
+    except ZeroDivisionError:
+        return math.inf  # the curve comes as near to the rate as digits can tell
 
 
 def _integral(function: Callable[[float], float], low: float, high: float) -> float:

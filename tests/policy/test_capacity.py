@@ -158,7 +158,48 @@ def test_what_becomes_of_a_surge_is_what_the_trajectory_does(
         assert back == pytest.approx(min(result.sessions_after, 1.05 * result.sessions_before), rel=0.01)
         assert path[-1][1] <= result.sessions_after * (1 + 1e-9)
     else:
-        assert path[-1][1] > result.sessions_after
+        assert result.tipping is not None
+        further = any(point.stable and point.sessions > result.tipping for point in equilibria(deployment, rate))
+        assert path[-1][1] > (result.tipping if further else result.sessions_after)
+
+
+@pytest.mark.parametrize(
+    ("cache", "context", "new", "decode", "surge_s"),
+    [
+        (586_573.0, 81_304.0, 21_260.5, 1_051_618.0, 270.0),
+        (586_391.0, 81_304.0, 40_652.0, 484_553.0, 51.0),
+        (586_224.0, 81_281.0, 40_640.5, 484_346.0, 51.0),
+    ],
+)
+def test_a_dip_of_the_curve_between_two_points_of_the_scan(
+    cache: float, context: float, new: float, decode: float, surge_s: float
+) -> None:
+    """Found by the test above: the rate crossed such a dip twice, unseen, or touched it."""
+    deployment = Deployment(
+        cache_tokens=cache,
+        mean_context_tokens=context,
+        calls_per_session=2.0,
+        new_tokens_per_call=new,
+        output_tokens_per_call=1.0,
+        tool_s=72.0,
+        prefill_new_token_s=0.001953125,
+        prefill_cached_token_s=0.0,
+        prefill_fixed_s=0.0,
+        prefill_instances=6,
+        decode_step_s=0.001,
+        decode_tokens=decode,
+        knee=0.5,
+        knee_sharpness=12.0,
+    )
+    rate = 0.375 * peak(deployment).completions_per_s
+    result = fate(deployment, rate, Surge(extra=5.0, from_s=0, to_s=surge_s), step_s=surge_s / 100)
+    assert result is not None
+    end = trajectory(deployment, lambda _: rate, start_sessions=result.sessions_after, until_s=1e5, step_s=10.0)[-1][1]
+    if result.recovers and result.recovered_s != math.inf:
+        assert end == pytest.approx(result.sessions_before, rel=0.05)
+    elif not result.recovers:
+        assert result.tipping is not None
+        assert end > result.tipping
 
 
 def test_the_example_shows_the_articles_trap() -> None:

@@ -137,7 +137,7 @@ class Door:
         *("_idle", "_pauses", "_front", "_fronts", "_prompts"),
         *("_reserved_tokens", "_reserved_variance", "_working_set_tokens", "_once_tokens", "_credited_tokens"),
         *("_leaving_tokens", "_held_count", "_tickets", "_armed", "_rescued", "_sent_back", "_ended"),
-        *("_next_look_s", "_next_shed_s", "_now_s"),
+        *("_next_look_s", "_next_shed_s", "_active_since_s", "_away_since_s", "_now_s"),
     )
 
     def __init__(
@@ -188,6 +188,7 @@ class Door:
         self._sent_back: list[str] = []
         self._next_look_s = float("-inf")
         self._next_shed_s = float("-inf")
+        self._active_since_s = self._away_since_s = float("-inf")  # no live session was last active before, none left
         self._now_s = float("-inf")
         self._ended: list[Session] = []
 
@@ -217,7 +218,7 @@ class Door:
         if session_id is None:
             return Admit(call_id, Reason.NO_IDENTITY)
 
-        session = self._live.get(session_id) or self._known(session_id)
+        session = self._live.get(session_id) or self._waiting.get(session_id) or self._paused.get(session_id)
         call = Call(call_id, session_id, prompt_tokens, now_s, PREFILLING, ends_session)
         if session is None:
             session = Session(session_id, now_s, prompt_tokens, now_s, parent_id, prompt_id)
@@ -353,18 +354,20 @@ class Door:
         if now_s > self._now_s:
             self._now_s = now_s
         now_s = self._now_s
-        self._expire_idle(now_s)
+        if now_s - self._active_since_s >= self._idle.timeout_s:
+            self._expire_idle(now_s)
         if self._paused.resting:
             self._expire_resting(now_s)
         if self._answered:
             self._expire_answered(now_s)
-        if self._away:
+        if now_s - self._away_since_s >= self.settings.ticket_grace_s:
             self._expire_away(now_s)
         outcomes: list[Outcome] = []
         if self._held:
             outcomes += self._refuse_overdue(now_s)
-        if self._shedding is not None and (head := self._head()) is not None:
-            outcomes += self._shed(self._shedding, head, now_s)
+        shedding, head = self._shedding, self._head()
+        if shedding is not None and head is not None and now_s - head.arrived_s >= shedding.head_wait_s:
+            outcomes += self._shed(head, now_s)
         if self._pausing is not None and (now_s >= self._next_look_s or not self._live):
             self._next_look_s = now_s + self._pausing.every_s
             if self._paused.waiting:
@@ -785,8 +788,9 @@ class Door:
             self._held.popleft()
         return refused
 
-    def _shed(self, shedding: SheddingSettings, head: Session, now_s: float) -> list[Refuse]:
-        if now_s - head.arrived_s < shedding.head_wait_s or self._fit(head) is not None:
+    def _shed(self, head: Session, now_s: float) -> list[Refuse]:
+        """The head has waited for too long."""
+        if self._fit(head) is not None:
             return []
         excess = self._rates.excess_per_s(now_s)
         if now_s < self._next_shed_s or excess <= 0:
@@ -795,9 +799,11 @@ class Door:
         return self._turn_away(self._waiting[self._queue[-1][2]], Reason.SHED, now_s)
 
     def _expire_idle(self, now_s: float) -> None:
+        self._active_since_s = now_s
         while self._live:
             oldest = next(iter(self._live.values()))
             if now_s - oldest.last_active_s < self._idle.timeout_s:
+                self._active_since_s = oldest.last_active_s
                 return
             if oldest.busy():
                 self._touch(oldest, now_s)
@@ -821,9 +827,11 @@ class Door:
             self._end(self._live[session_id], completed=True)
 
     def _expire_away(self, now_s: float) -> None:
+        self._away_since_s = now_s
         while self._away:
             session_id, since_s = next(iter(self._away.items()))
             if now_s - since_s < self.settings.ticket_grace_s:
+                self._away_since_s = since_s
                 return
             self._leave_queue(self._waiting[session_id])
             self._remember_turned_away(session_id, now_s)

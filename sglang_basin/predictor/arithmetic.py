@@ -31,8 +31,9 @@ COLUMNS = 31
 """Features of a session: `features.NAMES`."""
 PARTS = 3
 """Of a guess: the means of trend, line and forest."""
-STAGES = 12
-"""Of a session: `online.FIRST_CALLS`."""
+LAST_CALLS = (1, 2, 3, 5, 8, 12, 18, 27, 40, 64, 96, 2**31 - 1)
+"""Of each stage of a session, before the next one of `online.FIRST_CALLS`; nobody counts as far as the last one's."""
+STAGES = len(LAST_CALLS)
 KEPT_ROWS = 4
 """Of the guesses that a session was given, as many are learned from in full."""
 
@@ -431,7 +432,7 @@ def note(kept: Any, at: int, stage: int, row_place: int, mean: float, spread: fl
 @_compiled(
     UniTuple(f8, 5),
     *(_KEPT, i8, f8),
-    *(i8, i8, i8, _VECTOR, f8, f8, f8),
+    *(i8, i8, _VECTOR, f8, f8, f8),
     *(_QUESTIONS, _CUBE, _TABLE),
     *(_COUNTS, _TABLE, _COUNTS, _TABLE),
     *(_VECTOR, _TABLE),
@@ -440,8 +441,7 @@ def guess(
     kept: Any,
     at: int,
     kin_log_peak: float,
-    stage: int,
-    last_call: int,
+    calls: int,
     row_place: int,
     row: Floats,
     runs: float,
@@ -457,15 +457,17 @@ def guess(
     shares: Floats,
     scores: Floats,
 ) -> tuple[float, ...]:
-    """What `model.PeakModel` says of a session: five quantiles of the peak, in tokens. Into `row` go the features and,
-    after them, the means of trend, line and forest, and mean and spread of ln(peak / context).
+    """What `model.PeakModel` says of a session at this call: five quantiles of the peak, in tokens. Into `row` go the
+    features and, after them, the means of trend, line and forest, and mean and spread of ln(peak / context).
 
-    The guess holds up to the call `last_call`. With `row_place` at least 0 it is the first one of its stage, and its
-    row is kept at that place, if there is one. Where mean and spread are not `believable` there is none: all are NaN.
-    `runs` of the same task (0 for a stranger's) got to the log peak `reached` on average, around which such runs have
-    the variance `task_variance`. `shares` are those of trend, line and forest; `scores`: (stages, quantiles).
+    The guess holds up to the last call of the stage. With `row_place` at least 0 it is the first one of its stage, and
+    its row is kept at that place, if there is one. Where mean and spread are not `believable` there is none: all are
+    NaN. `runs` of the same task (0 for a stranger's) got to the log peak `reached` on average, around which such runs
+    have the variance `task_variance`. `shares` are those of trend, line and forest; `scores`: (stages, quantiles).
     """
-    of = kept[at]
+    of, stage = kept[at], 0
+    while stage < STAGES - 1 and calls > LAST_CALLS[stage]:
+        stage += 1
     write_row(kept, at, kin_log_peak, of.text_score, of.characters, row)
     log_context = row[0]
     of_forest, variance = moments(row, stage, questions, thresholds, of_leaves)
@@ -482,7 +484,7 @@ def guess(
     if not believable(mean, spread):
         context = nan
     else:
-        of.guessed_tokens, of.last_call = max(1, of.context), last_call
+        of.guessed_tokens, of.last_call = max(1, of.context), LAST_CALLS[stage]
         if row_place >= 0:
             note(kept, at, stage, row_place, mean, spread, row)
     return (

@@ -22,7 +22,7 @@ from sglang_basin.predictor.features import NAMES
 from sglang_basin.predictor.forest import Forest
 from sglang_basin.predictor.kept import History, Lessons, Records, Subject
 from sglang_basin.predictor.line import Line
-from sglang_basin.predictor.online import LAST_CALLS, STAGES, Averages, Calibration, Mixture, stage
+from sglang_basin.predictor.online import STAGES, Averages, Calibration, Mixture, stage
 from sglang_basin.predictor.text import Task, TextScore
 
 TASK_VARIANCE = 0.15
@@ -112,14 +112,12 @@ class PeakModel:
         """Of the session kept there, at this call: the peak at each of `policy.prediction.SHARES`, in tokens. With
         `row_place` at least 0 it is the first guess of a stage, and one to learn from (`arithmetic.guess`). Raises
         ArithmeticError where the model's numbers no longer make one."""
-        at_stage = stage(calls)
         runs, reached = self.tasks.alone(task)
         made: tuple[float, ...] = guess(
             kept,
             at,
             self.kins.shrunk(kin, self.log_peak),
-            at_stage,
-            LAST_CALLS[at_stage],
+            calls,
             row_place,
             self._row,
             runs,

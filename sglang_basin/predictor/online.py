@@ -24,16 +24,9 @@ FIRST_CALLS: tuple[int, ...] = (1, 2, 3, 4, 6, 9, 13, 19, 28, 41, 65, 97)
 STAGES = len(FIRST_CALLS)
 
 
-_STAGES = tuple(max(0, bisect.bisect_right(FIRST_CALLS, calls) - 1) for calls in range(FIRST_CALLS[-1]))
-
-
 def stage(calls: int) -> int:
     """Which stage a session is in at its so-manieth call, from 0."""
-    return _STAGES[calls] if 0 <= calls < FIRST_CALLS[-1] else STAGES - 1 if calls > 0 else 0
-
-
-LAST_CALLS: tuple[int, ...] = (*(first - 1 for first in FIRST_CALLS[1:]), 2**31 - 1)
-"""Of each stage; the last stage has none that anyone counts to."""
+    return max(0, bisect.bisect_right(FIRST_CALLS, calls) - 1)
 
 
 class Averages:

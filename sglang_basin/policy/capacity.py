@@ -293,21 +293,19 @@ def equilibria(deployment: Deployment, arrivals_per_s: float) -> list[Equilibriu
 
     points = scan(deployment)
     curve = [surplus(at) for at in points]
+    bends = []
     for i in range(1, GRID - 1):  # a rate just below a top, or just above a dip, crosses on both sides of it
         if curve[i - 1] <= curve[i] >= curve[i + 1]:
-            points.append(_top(surplus, points[i - 1], points[i + 1]))
+            bends.append(_top(surplus, points[i - 1], points[i + 1]))
         elif curve[i - 1] >= curve[i] <= curve[i + 1]:
-            points.append(_top(lambda at: -surplus(at), points[i - 1], points[i + 1]))
-    points.sort()
-    if surplus(points[0]) > 0:
-        points.insert(0, 0.0)
+            bends.append(_top(lambda at: -surplus(at), points[i - 1], points[i + 1]))
+    if curve[0] > 0:
+        bends.append(0.0)
+    known = sorted([*zip(points, curve, strict=True), *((at, surplus(at)) for at in bends)])
     found = []
-    below = surplus(points[0])
-    for low, high in itertools.pairwise(points):
-        above = surplus(high)
+    for (low, below), (high, above) in itertools.pairwise(known):
         if (below < 0) != (above < 0):
             found.append(Equilibrium(_bisect(surplus, low, high), stable=above >= 0))
-        below = above
     return found
 
 

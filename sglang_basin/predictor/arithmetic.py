@@ -4,7 +4,8 @@
     leaves_of, moments     a row -> a leaf of each tree -> what the leaves hold (`forest`)
     value                  a row -> a straight line's value (`line`)
     follow                 a change of a session -> whether its last guess still holds (`predictor`)
-    guess                  all of it, mixed -> mean, spread and quantiles (`model`), and what to learn from (`kept`)
+    guess                  all of it, mixed -> mean, spread and quantiles (`model`), and what to learn from (`KEPT`)
+    learn                  a session's end -> scores, lines, leaves and shares of the mixture (`model`)
 
 All types are given, so that everything is compiled when this module is loaded, never while a call waits. The machine
 code is kept on disk, beside this file or, where that cannot be written, in the user's cache; numba makes it anew when
@@ -14,7 +15,7 @@ this file has changed. It does not notice changes elsewhere: whatever these func
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import erfc, exp, log, log1p, nan, pi, sqrt
+from math import erfc, exp, inf, log, log1p, nan, pi, sqrt
 from typing import Any, TypeVar
 
 import numba
@@ -36,6 +37,8 @@ LAST_CALLS = (1, 2, 3, 5, 8, 12, 18, 27, 40, 64, 96, 2**31 - 1)
 STAGES = len(LAST_CALLS)
 KEPT_ROWS = 4
 """Of the guesses that a session was given, as many are learned from in full."""
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+"""`policy.prediction.SHARES`."""
 
 KEPT = np.dtype(
     [(name, "<i8") for name in ("output_sum", "result_sum")]
@@ -83,8 +86,13 @@ KEPT = np.dtype(
     + [("row", "<u2", (KEPT_ROWS, COLUMNS + PARTS))]
 )
 """What is kept of one session: its calls so far; up to which call and around which context the last guess holds (no
-tokens: there is none); what was told of it (`kept.Subject`); and its lessons, of which `kept.Lessons` says more: the
-first guess of each of `noted` stages, and rows of some. `<u2` are floats of half precision."""
+tokens: there is none); what was told of it (`kept.Subject`); and its lessons, as many however long it gets: the first
+guess of each of `noted` stages. How far off it was is learned for every stage (the calibration): `mean` and `spread` of
+ln(peak / context), and `log_context`. What it was made of teaches the other parts, for which a few of a session's rows
+do: they all share one target, the session's peak, and differ less than sessions do. They are chosen uniformly over the
+stages (reservoir sampling; Vitter, "Random sampling with a reservoir", 1985) and stand for all of them: `row` has the
+features and the means of trend, line and forest, `place` says to which of the noted stages each belongs. `<u2` are
+floats of half precision: three digits of what a session's rows say, more than they are worth."""
 
 NOTHING = np.zeros(1, KEPT)
 NOTHING["output_counted"] = True
@@ -305,31 +313,66 @@ def value(row: Floats, columns: Ints, lines: Floats) -> float:
     return total
 
 
-@_compiled(void, _TABLE, _VECTOR, f8, f8, _COUNTS, _VECTOR, _VECTOR, _TABLE, _VECTOR)
+PENALTY = 0.03
+"""On each standardised coefficient, per unit of the rows' weight: the fit of n rows has a ridge penalty of 0.03 · n."""
+CONSTANT_PENALTY = 1e-9
+
+
+@_compiled(b1, _TABLE, _VECTOR, _TABLE)
+def solve_line(gram: Floats, moment: Floats, lines: Floats) -> bool:
+    """The slopes of least squares with the penalty, by elimination; False where the sums are not those of any rows.
+
+    `gram`: (columns + 1, columns + 1), symmetric, of which the upper half is read. With the penalty it is positive
+    definite, so that no row need change its place (Golub and Van Loan, "Matrix Computations", 4.2).
+    """
+    size = len(moment)
+    upper, slopes = gram.copy(), lines[2]
+    slopes[:] = moment
+    for place in range(size):
+        upper[place, place] += gram[-1, -1] * (PENALTY if place < size - 1 else CONSTANT_PENALTY)
+    for place in range(size):
+        pivot = upper[place, place]
+        if not pivot > 0.0:
+            return False
+        for below in range(place + 1, size):
+            factor = upper[place, below] / pivot
+            slopes[below] -= factor * slopes[place]
+            for column in range(below, size):
+                upper[below, column] -= factor * upper[place, column]
+    for place in range(size - 1, -1, -1):
+        total = slopes[place]
+        for column in range(place + 1, size):
+            total -= upper[place, column] * slopes[column]
+        slopes[place] = total / upper[place, place]
+    return True
+
+
+@_compiled(b1, _TABLE, _VECTOR, f8, f8, _COUNTS, _TABLE, _TABLE, _VECTOR)
 def add_to_line(
     rows: Floats,
     targets: Floats,
     weight: float,
     keep: float,
     columns: Ints,
-    middle: Floats,
-    scale: Floats,
+    lines: Floats,
     gram: Floats,
     moment: Floats,
-) -> None:
-    """Each row, with its target, to the sums `gram` and `moment`, of which `keep` stays."""
+) -> bool:
+    """Each row, with its target, to the sums `gram` and `moment`, of which `keep` stays; then `solve_line`. The rows
+    may have more columns than the line looks at."""
     gram *= keep
     moment *= keep
     standard = np.ones(len(moment))
     for number in range(len(rows)):
         for place in range(len(columns)):
-            apart = (rows[number, columns[place]] - middle[place]) / scale[place]
+            apart = (rows[number, columns[place]] - lines[0, place]) / lines[1, place]
             standard[place] = min(max(apart, -CUT), CUT)
         for place in range(len(moment)):
             weighted = weight * standard[place]
             moment[place] += weighted * targets[number]
             for other in range(len(moment)):
                 gram[place, other] += weighted * standard[other]
+    return solve_line(gram, moment, lines)
 
 
 # ---- A guess -------------------------------------------------------------------------------------------------------
@@ -494,3 +537,126 @@ def guess(
         context * exp(min(max(0.0, mean + spread * scores[stage, 3]), MAX_LOG_GROWTH)),
         context * exp(min(max(0.0, mean + spread * scores[stage, 4]), MAX_LOG_GROWTH)),
     )
+
+
+# ---- What a finished session teaches -------------------------------------------------------------------------------
+
+
+@_compiled(f8, u2)
+def whole(bits: int) -> float:
+    """The number of half precision that has these bits."""
+    exponent, mantissa = (bits >> 10) & 0x1F, bits & 0x3FF
+    if exponent == 0x1F:
+        size = nan if mantissa else inf
+    elif exponent:
+        size = (1024 + mantissa) * 2.0 ** (exponent - 25)
+    else:
+        size = mantissa * 2.0**-24
+    return -size if bits >> 15 else size
+
+
+@_compiled(void, _TABLE, i8, f8, f8)
+def move_scores(scores: Floats, stage: int, error: float, step: float) -> None:
+    """`calibration.Calibration.learn`."""
+    row = scores[stage]
+    for place, share in enumerate(QUANTILES):
+        row[place] += step * (share - (error <= row[place]))
+    row.sort()
+
+
+@_compiled(void, _TABLE, _TABLE, _VECTOR)
+def choose_shares(products: Floats, choices: Floats, shares: Floats) -> None:
+    """The choice of least squared error; of equal ones the first. `choices`: (choices, parts)."""
+    parts, least = len(shares), inf
+    for number in range(len(choices)):
+        loss = 0.0
+        for one in range(parts):
+            for other in range(parts):
+                loss += choices[number, one] * products[one, other] * choices[number, other]
+        if loss < least:
+            least = loss
+            shares[:] = choices[number]
+
+
+@_compiled(void, _TABLE, f8, f8, _TABLE, _TABLE, _VECTOR)
+def add_to_mixture(
+    errors: Floats, weight: float, keep: float, products: Floats, choices: Floats, shares: Floats
+) -> None:
+    """The products of each row of errors to `products`, of which `keep` stays; then `choose_shares`."""
+    products *= keep
+    for number in range(len(errors)):
+        for one in range(len(shares)):
+            for other in range(len(shares)):
+                products[one, other] += weight * errors[number, one] * errors[number, other]
+    choose_shares(products, choices, shares)
+
+
+@_compiled(
+    b1,
+    *(_KEPT, i8, f8, f8, f8, f8, f8),
+    _TABLE,
+    *(_COUNTS, _TABLE, _TABLE, _VECTOR),
+    *(_COUNTS, _TABLE, _TABLE, _VECTOR),
+    *(_QUESTIONS, _CUBE, _TABLE, _TABLE),
+    *(_TABLE, _TABLE, _VECTOR),
+)
+def learn(
+    kept: Any,
+    at: int,
+    log_peak: float,
+    row_weight: float,
+    keep: float,
+    unit: float,
+    step: float,
+    scores: Floats,
+    trend_columns: Ints,
+    trend: Floats,
+    trend_gram: Floats,
+    trend_moment: Floats,
+    line_columns: Ints,
+    line: Floats,
+    line_gram: Floats,
+    line_moment: Floats,
+    questions: Questions,
+    thresholds: Floats,
+    sums: Floats,
+    of_leaves: Floats,
+    products: Floats,
+    choices: Floats,
+    shares: Floats,
+) -> bool:
+    """The session kept there, whose lessons are those of `KEPT`, ended with this log peak. False where a line's sums
+    have gone wrong: then it says nothing any more, and what follows it in this list was not taught.
+
+    `row_weight`: of the row of each noted stage, which those kept stand for together; `keep`: how much what was learned
+    before counts from now on. In the forest's sums a row weighs `unit` times as much (`forest.Forest.unit`). `step`:
+    how far the scores move.
+    """
+    of = kept[at]
+    noted = of.noted
+    targets = np.empty(noted)
+    for number in range(noted):
+        targets[number] = max(0.0, log_peak - of.log_context[number])
+        error = (targets[number] - whole(of.mean[number])) / whole(of.spread[number])
+        move_scores(scores, of.stage[number], error, step)
+    many = min(noted, KEPT_ROWS)
+    if not many:
+        return True
+    rows, errors = np.empty((many, COLUMNS)), np.empty((many, PARTS))
+    stages, reached = np.empty(many, np.int64), np.empty(many)
+    for number in range(many):
+        place = of.place[number]
+        stages[number], reached[number] = of.stage[place], targets[place]
+        for column in range(COLUMNS):
+            rows[number, column] = whole(of.row[number, column])
+        for part in range(PARTS):
+            errors[number, part] = reached[number] - whole(of.row[number, COLUMNS + part])
+    weight = row_weight * noted / many
+    if not add_to_line(rows, reached, weight, keep, trend_columns, trend, trend_gram, trend_moment):
+        return False
+    if not add_to_line(rows, reached, weight, keep, line_columns, line, line_gram, line_moment):
+        return False
+    leaves = leaves_of(rows, stages, questions, thresholds)
+    add_to_leaves(leaves, reached, weight * unit, sums, of_leaves)
+    add_to_mixture(errors, weight, keep, products, choices, shares)
+    return True

@@ -55,7 +55,8 @@ class Forest:
         self.of_leaves: Floats = np.ascontiguousarray((self.sums[1:] / self.sums[0]).T)
         """(leaves, 2): mean and mean square of the targets in each."""
         self._columns = int(self.questions.max()) + 1
-        self._unit = 1.0
+        self.unit = 1.0
+        """What a row's weight is multiplied with before it is added: instead of all sums that shrink, it grows."""
 
     @property
     def stages(self) -> int:
@@ -89,12 +90,16 @@ class Forest:
 
     def add(self, rows: Floats, stages: Ints, targets: Floats, weight: float, forget: float) -> None:
         """One session's rows, each with `weight`; what was there before counts (1 - forget) as much from now on."""
-        self._unit /= 1.0 - forget
         leaves, targets = self.leaves_of(rows, stages), np.ascontiguousarray(targets, np.float64)
-        add_to_leaves(leaves, targets, weight * self._unit, self.sums, self.of_leaves)
-        if self._unit > 1e9:
-            self.sums = self.settled_sums()
-            self._unit = 1.0
+        self.forget(forget)
+        add_to_leaves(leaves, targets, weight * self.unit, self.sums, self.of_leaves)
+
+    def forget(self, part: float) -> None:
+        """All that was added before counts (1 - part) as much from now on."""
+        if self.unit > 1e9:
+            self.sums[:] = self.settled_sums()
+            self.unit = 1.0
+        self.unit /= 1.0 - part
 
     def scaled(self, factor: float) -> Forest:
         """The same forest that holds so many times as firmly to its fit."""
@@ -102,7 +107,7 @@ class Forest:
 
     def settled_sums(self) -> Floats:
         """The sums in the units of a forest that has forgotten nothing yet."""
-        settled = self.sums / self._unit
+        settled = self.sums / self.unit
         return np.asarray(settled * np.maximum(1.0, _LEAST_WEIGHT / settled[0]))
 
 

@@ -2,7 +2,6 @@
 
     Subject         what was told of a session before its first call
     History         its calls, as sums: what a guess is made of
-    Lessons         what it leaves to learn from when it ends
     KeptSessions    the records of many sessions, by name
 
 Calls are followed through the policy's own numbers (calls seen, present context): an arrival shows how much the tool's
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_basin.predictor.arithmetic import COLUMNS, KEPT, KEPT_ROWS, NOTHING, PARTS, advance, write_row
+from sglang_basin.predictor.arithmetic import COLUMNS, KEPT, NOTHING, advance, write_row
 
 Records = npt.NDArray[Any]
 """(sessions,) of `arithmetic.KEPT`."""
@@ -65,52 +64,6 @@ class History:
 
 
 _AT = {name: at for name, (_, at, *_) in (KEPT.fields or {}).items()}
-_ROW = COLUMNS + PARTS
-
-
-class Lessons(NamedTuple):
-    """What a session leaves to learn from when it ends, however long it gets.
-
-    The first guess of each stage counts. How far off it was is learned for every stage (the calibration); what it was
-    made of teaches the other parts, for which a few of a session's rows do: they all share one target, the session's
-    peak, and differ less than sessions do. They are chosen uniformly over the stages (reservoir sampling; Vitter,
-    "Random sampling with a reservoir", 1985) and stand for all of them. Half precision keeps three digits of what a
-    session's rows say, more than they are worth.
-    """
-
-    stages: npt.NDArray[Any]
-    """(stages,), of each guess, ascending."""
-    log_contexts: npt.NDArray[Any]
-    means: npt.NDArray[Any]
-    spreads: npt.NDArray[Any]
-    """(stages,), as guessed: of ln(peak / context)."""
-    places: npt.NDArray[Any]
-    """(rows,), of each row among the stages; at most `KEPT_ROWS`."""
-    rows: npt.NDArray[Any]
-    """(rows, COLUMNS + PARTS): the features, and the means of trend, line and forest."""
-
-    @classmethod
-    def of(cls, records: Records, at: int = 0) -> Lessons:
-        """Those in one record; as it is now, whatever becomes of it."""
-        record = records[at : at + 1].tobytes()
-        noted = record[_AT["noted"]]
-        rows = min(noted, KEPT_ROWS)
-
-        def numbers(name: str, kind: str, count: int) -> npt.NDArray[Any]:
-            return np.frombuffer(record, kind, count, _AT[name])
-
-        return cls(
-            stages=numbers("stage", "u1", noted),
-            log_contexts=numbers("log_context", "<f4", noted).astype(np.float64),
-            means=numbers("mean", "<f2", noted).astype(np.float64),
-            spreads=numbers("spread", "<f2", noted).astype(np.float64),
-            places=numbers("place", "u1", rows),
-            rows=numbers("row", "<f2", rows * _ROW).astype(np.float64).reshape(rows, _ROW),
-        )
-
-
-NO_LESSONS = Lessons.of(NOTHING)
-
 _TOLD, _KEYS = struct.Struct("<dQQIB"), struct.Struct("<QQIB")
 """Text score, kin, task, characters; which of them were told."""
 _TOLD_AT, _KEYS_AT = _AT["text_score"], _AT["kin"]

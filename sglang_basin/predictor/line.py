@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_basin.predictor.arithmetic import CUT, Floats, Ints, add_to_line, value
-
-PENALTY = 0.03
-"""On each standardised coefficient, per unit of the rows' weight: the fit of n rows has a ridge penalty of 0.03 · n."""
+from sglang_basin.predictor.arithmetic import CUT, Floats, Ints, add_to_line, solve_line, value
 
 
 class Line:
     """`columns`: which of a row's numbers it looks at. `middle`, `scale`: one number for each of them. `gram`:
-    (columns + 1, columns + 1) and `moment`: (columns + 1,), the constant last; both are weighted sums over rows."""
+    (columns + 1, columns + 1) and `moment`: (columns + 1,), the constant last; both are weighted sums over rows. Raises
+    ArithmeticError for sums that are those of no rows."""
 
     def __init__(
         self,
@@ -36,8 +34,7 @@ class Line:
         self.middle[:], self.scale[:] = middle, scale
         self.gram = np.array(gram, dtype=np.float64, order="C")
         self.moment = np.array(moment, dtype=np.float64)
-        self._ridge = np.diag([PENALTY] * len(self.columns) + [1e-9])
-        self._solve()
+        _must_be_solved(solve_line(self.gram, self.moment, self.lines))
 
     # Looked up each time: kept, they would be other arrays in a copy of the line, which then would not learn.
 
@@ -57,9 +54,6 @@ class Line:
         found: Floats = self.lines[2]
         return found
 
-    def _solve(self) -> None:
-        self.slopes[:] = np.linalg.solve(self.gram + self.gram[-1, -1] * self._ridge, self.moment)
-
     def value(self, row: Floats) -> float:
         """The target for one row."""
         found: float = value(row, self.columns, self.lines)
@@ -70,16 +64,22 @@ class Line:
         return np.asarray(np.clip(standard, -CUT, CUT) @ self.slopes[:-1] + self.slopes[-1])
 
     def add(self, rows: Floats, targets: Floats, weight: float, forget: float) -> None:
-        """One session's rows, each with `weight`; what was there before counts (1 - forget) as much from now on."""
-        keep = 1.0 - forget
+        """One session's rows, each with `weight`; what was there before counts (1 - forget) as much from now on.
+        Raises ArithmeticError once the sums are those of no rows."""
         rows, targets = np.ascontiguousarray(rows, np.float64), np.ascontiguousarray(targets, np.float64)
-        add_to_line(rows, targets, weight, keep, self.columns, self.middle, self.scale, self.gram, self.moment)
-        self._solve()
+        _must_be_solved(
+            add_to_line(rows, targets, weight, 1.0 - forget, self.columns, self.lines, self.gram, self.moment)
+        )
 
     def scaled(self, weight: float) -> Line:
         """The same line, held to its fit as firmly as by `weight` rows."""
         factor = weight / self.gram[-1, -1]
         return Line(self.columns, self.middle, self.scale, self.gram * factor, self.moment * factor)
+
+
+def _must_be_solved(solved: bool) -> None:
+    if not solved:
+        raise ArithmeticError("a line's sums are not those of any rows")
 
 
 def fit_line(rows: Floats, targets: Floats, weights: Floats, columns: Sequence[int] | None = None) -> Line:

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_basin.predictor.arithmetic import COLUMNS, PARTS, guess
+from sglang_basin.predictor.arithmetic import COLUMNS, PARTS, guess, learn
+from sglang_basin.predictor.calibration import Calibration
 from sglang_basin.predictor.features import NAMES
 from sglang_basin.predictor.forest import Forest
-from sglang_basin.predictor.kept import History, Lessons, Records, Subject
+from sglang_basin.predictor.kept import History, Records, Subject
 from sglang_basin.predictor.line import Line
-from sglang_basin.predictor.online import STAGES, Averages, Calibration, Mixture, stage
+from sglang_basin.predictor.mixture import Mixture
+from sglang_basin.predictor.online import STAGES, Averages, stage
 from sglang_basin.predictor.text import Task, TextScore
 
 TASK_VARIANCE = 0.15
@@ -94,6 +96,13 @@ class PeakModel:
             *(mixture.shares, calibration.scores),
         )
         """All of these are changed in place, never replaced."""
+        self._taught: tuple[Any, ...] = (
+            calibration.scores,
+            *(trend.columns, trend.lines, trend.gram, trend.moment),
+            *(line.columns, line.lines, line.gram, line.moment),
+            *(forest.questions, forest.thresholds, forest.sums, forest.of_leaves),
+            *(mixture.products, mixture.choices, mixture.shares),
+        )
         self._row = np.empty(COLUMNS + PARTS + 2)
         self.tasks = Averages(capacity=self.settings.tasks, horizon=self.settings.horizon_sessions)
         self.kins = Averages(capacity=self.settings.kins, horizon=self.settings.horizon_sessions)
@@ -136,27 +145,18 @@ class PeakModel:
         row, (mean, spread) = self._row[:-2].copy(), self._row[-2:].tolist()
         return Guess(row, stage(history.calls), mean, spread, tokens)
 
-    def learn(self, lessons: Lessons, kin: int | None, task: int | None, peak_tokens: int) -> None:
-        """A session has ended with this peak, after guesses of which these lessons are left."""
-        log_peak = math.log(max(1, peak_tokens))
-        if len(lessons.stages):
-            self._learn_rows(lessons, log_peak)
+    def learn(self, kept: Records, at: int, kin: int | None, task: int | None, peak_tokens: int) -> None:
+        """The session kept there has ended with this peak. Raises ArithmeticError where the model's numbers have gone
+        wrong."""
+        log_peak, noted = math.log(max(1, peak_tokens)), kept["noted"].item(at)
+        if noted:
+            forget = 1.0 / self.settings.horizon_sessions
+            self.forest.forget(forget)
+            weight, unit, step = row_weight(noted), self.forest.unit, self.calibration.step
+            if not learn(kept, at, log_peak, weight, 1.0 - forget, unit, step, *self._taught):
+                raise ArithmeticError("a line's sums are not those of any rows")
         self.tasks.learn(task, log_peak)
         self.kins.learn(kin, log_peak)
-
-    def _learn_rows(self, lessons: Lessons, log_peak: float) -> None:
-        targets = np.maximum(0.0, log_peak - lessons.log_contexts)
-        standard = (targets - lessons.means) / lessons.spreads
-        for at_stage, error in zip(lessons.stages.tolist(), standard.tolist(), strict=True):
-            self.calibration.learn(at_stage, error)
-        values, parts = np.ascontiguousarray(lessons.rows[:, :-PARTS]), lessons.rows[:, -PARTS:]
-        stages, reached = lessons.stages[lessons.places].astype(np.intp), targets[lessons.places]
-        # The rows kept stand for one of every stage.
-        weight, forget = row_weight(len(targets)) * len(targets) / len(values), 1.0 / self.settings.horizon_sessions
-        for part in (self.trend, self.line):
-            part.add(values, reached, weight, forget)
-        self.forest.add(values, stages, reached, weight, forget)
-        self.mixture.learn(reached[:, None] - parts, weight, forget)
 
 
 def row_weight(rows: int) -> float:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from sglang_basin.policy.prediction import SHARES
 from sglang_basin.predictor.features import NAMES
-from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Calibration, Mixture, ascending
+from sglang_basin.predictor.online import FIRST_CALLS, STAGES
 from sglang_basin.predictor.text import BUCKETS, TextScore
 
 if TYPE_CHECKING:
@@ -194,7 +194,9 @@ def _text(archive: zipfile.ZipFile) -> TextScore | None:
 
 
 def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakModel:
+    from sglang_basin.predictor.calibration import Calibration
     from sglang_basin.predictor.forest import MAX_DEPTH, MAX_TREES, Forest
+    from sglang_basin.predictor.mixture import Mixture
     from sglang_basin.predictor.model import TREND_COLUMNS, OnlineSettings, PeakModel
 
     header = _header(archive)
@@ -211,7 +213,7 @@ def _read(archive: zipfile.ZipFile, settings: OnlineSettings | None) -> PeakMode
     if not (sums[0] > 0).all():
         raise ValueError("sums: every leaf must have a weight above 0")
     scores = _array(archive, "scores", np.dtype(np.float64), (STAGES, len(SHARES)))
-    if not all(ascending(row) for row in scores.tolist()):
+    if not (np.diff(scores) >= 0).all():
         raise ValueError("scores: must ascend")
     products = _array(archive, "mixture", np.dtype(np.float64), (3, 3))
     online = settings or OnlineSettings()
@@ -246,7 +248,7 @@ def _line(archive: zipfile.ZipFile, name: str, columns: Sequence[int]) -> Line:
         raise ValueError(f"{name}: scale and total weight must be above 0")
     try:
         return Line(np.array(columns), middle, scale, gram, moment)
-    except np.linalg.LinAlgError:
+    except ArithmeticError:
         raise ValueError(f"{name}: gram has no solution") from None
 
 

@@ -1,7 +1,7 @@
 """The policy's `PeakPredictor`, made of a peak model; the policy's own `PeaksSeen` where it fails (`seen`).
 
 Called in the scheduler's thread, so both calls take microseconds: `predict` one or two, or six where it guesses anew,
-which is one call in three; `learn` a hundred. What the policy's session does not carry is kept here by session id:
+which is one call in three; `learn` some thirty. What the policy's session does not carry is kept here by session id:
 `describe` once, before the first `predict`, with what the request's text says. Reading the text (about a millisecond)
 is a step of its own, `text.read_task`, that runs in another process or thread; its result is small.
 """
@@ -14,7 +14,7 @@ from array import array
 from sglang_basin.policy.prediction import Prediction
 from sglang_basin.policy.sessions import Session
 from sglang_basin.predictor.arithmetic import ANOTHER, HOLDS, KEPT_ROWS, follow
-from sglang_basin.predictor.kept import KeptSessions, Lessons, Subject
+from sglang_basin.predictor.kept import KeptSessions, Subject
 from sglang_basin.predictor.model import PeakModel
 from sglang_basin.predictor.recorded import kin_of
 from sglang_basin.predictor.seen import MAX_SESSIONS, SeenPredictor
@@ -89,7 +89,7 @@ class TrainedPredictor(SeenPredictor):
             return
         try:
             kin, task = self._kept.keys_told(place)
-            self.model.learn(Lessons.of(*self._kept.record(place)), kin, task, session.peak_tokens)
+            self.model.learn(*self._kept.record(place), kin, task, session.peak_tokens)
         except Exception as error:  # noqa: BLE001 - learning must never cost a call
             self.failed(error)
         self._kept.forget(session.session_id)

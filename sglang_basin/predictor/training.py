@@ -13,11 +13,13 @@ from scipy.sparse import csr_matrix
 from sklearn.linear_model import RidgeCV
 
 from sglang_basin.predictor.arithmetic import MIN_VARIANCE, Floats
+from sglang_basin.predictor.calibration import Calibration, fit_scores
 from sglang_basin.predictor.forest import Forest, ForestSettings, fit_forest
 from sglang_basin.predictor.kept import History
 from sglang_basin.predictor.line import Line, fit_line
+from sglang_basin.predictor.mixture import Mixture
 from sglang_basin.predictor.model import TREND_COLUMNS, OnlineSettings, PeakModel, row_weight
-from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Averages, Calibration, Mixture, fit_scores, stage
+from sglang_basin.predictor.online import FIRST_CALLS, STAGES, Averages, stage
 from sglang_basin.predictor.recorded import Recorded
 from sglang_basin.predictor.text import BUCKETS, Task, TextScore
 

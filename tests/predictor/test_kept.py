@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lessons import Lessons
 
+from sglang_basin.policy.prediction import SHARES
 from sglang_basin.policy.sessions import Session
 from sglang_basin.predictor import arithmetic, online
-from sglang_basin.predictor.arithmetic import KEPT_ROWS, NOTHING, half, note
+from sglang_basin.predictor.arithmetic import KEPT_ROWS, NOTHING, half, note, whole
 from sglang_basin.predictor.features import NAMES
-from sglang_basin.predictor.kept import NO_LESSONS, History, KeptSessions, Lessons, Subject
+from sglang_basin.predictor.kept import History, KeptSessions, Subject
 from sglang_basin.predictor.model_file import default_model_path, load_model
 from sglang_basin.predictor.predictor import TrainedPredictor
 
@@ -29,6 +31,7 @@ def lessons_of(predictor, name="s"):
 def test_compiled_sizes_are_those_of_the_rest():
     assert len(NAMES) == arithmetic.COLUMNS
     assert tuple(last + 1 for last in arithmetic.LAST_CALLS[:-1]) == online.FIRST_CALLS[1:]
+    assert arithmetic.QUANTILES == SHARES
 
 
 @given(
@@ -77,7 +80,7 @@ def test_no_more_is_noted_than_there_is_room_for():
     assert len(Lessons.of(kept).stages) == arithmetic.STAGES
     assert len(Lessons.of(kept).rows) == KEPT_ROWS
     assert kept[1] == NOTHING[0]
-    assert len(NO_LESSONS.stages) == len(NO_LESSONS.rows) == 0
+    assert len(Lessons.of(NOTHING).stages) == len(Lessons.of(NOTHING).rows) == 0
 
 
 @given(st.floats(width=64))
@@ -89,6 +92,7 @@ def test_half_precision_as_numpys(number):
 
 def test_half_precision_between_all_its_numbers():
     numbers = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float64)
+    assert np.array_equal([whole(bits) for bits in range(1 << 16)], numbers, equal_nan=True)
     numbers = np.sort(numbers[np.isfinite(numbers)])
     for these in (numbers, (numbers[1:] + numbers[:-1]) / 2, np.nextafter((numbers[1:] + numbers[:-1]) / 2, np.inf)):
         assert [half(one) for one in these] == these.astype(np.float16).view(np.uint16).tolist()

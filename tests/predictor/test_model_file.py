@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from made_sessions import made
 
 from sglang_basin.predictor import model_file
+from sglang_basin.predictor.arithmetic import NOTHING
 from sglang_basin.predictor.evaluate import predict
 from sglang_basin.predictor.fitted import Frozen
-from sglang_basin.predictor.kept import NO_LESSONS
 from sglang_basin.predictor.model_file import ModelFileError, default_model_path, load_model, save_model
 
 
@@ -54,7 +54,7 @@ def test_same_model_same_bytes(model, path, tmp_path):
 
 def test_a_model_that_learned_is_kept(model, tmp_path):
     frozen = Frozen(model)
-    model.learn(NO_LESSONS, 5, None, 100_000)
+    model.learn(NOTHING, 0, 5, None, 100_000)
     save_model(model, tmp_path / "m.npz", fitted_on={})
     loaded = load_model(tmp_path / "m.npz")
     assert loaded.kins.shrunk(5, 0.0) == pytest.approx(frozen.model.kins.shrunk(5, 0.0))

@@ -9,16 +9,18 @@ from made_sessions import SMALL, made
 from sklearn.tree import ExtraTreeRegressor
 
 from sglang_basin.policy.prediction import SHARES
-from sglang_basin.predictor.arithmetic import CUT, MAX_LOG_GROWTH, MIN_VARIANCE, above_zero
+from sglang_basin.predictor.arithmetic import CUT, MAX_LOG_GROWTH, MIN_VARIANCE, NOTHING, above_zero
 from sglang_basin.predictor.baseline import Baseline
+from sglang_basin.predictor.calibration import Calibration
 from sglang_basin.predictor.evaluate import cross_validate, score
 from sglang_basin.predictor.features import NAMES
 from sglang_basin.predictor.fitted import Frozen
 from sglang_basin.predictor.forest import LEFT, Forest, ForestSettings, fit_forest
-from sglang_basin.predictor.kept import NO_LESSONS, History, Subject
-from sglang_basin.predictor.line import fit_line
+from sglang_basin.predictor.kept import History, Subject
+from sglang_basin.predictor.line import Line, fit_line
+from sglang_basin.predictor.mixture import Mixture
 from sglang_basin.predictor.model_file import default_model_path, load_model
-from sglang_basin.predictor.online import FIRST_CALLS, Averages, Calibration, Mixture, stage
+from sglang_basin.predictor.online import FIRST_CALLS, Averages, stage
 from sglang_basin.predictor.training import fit_model
 
 SHIPPED = load_model(default_model_path())
@@ -71,7 +73,7 @@ def test_runs_of_a_task_pull_the_prediction(model):
     history.advance(1, 2000)
     before = model.explain(history, subject).mean
     for _ in range(4):
-        model.learn(NO_LESSONS, subject.kin, subject.task, 400_000)
+        model.learn(NOTHING, 0, subject.kin, subject.task, 400_000)
     after = model.explain(history, subject)
     assert after.mean > before + 1
     assert model.explain(history, Subject()).mean == pytest.approx(before, abs=0.05)
@@ -81,7 +83,7 @@ def test_a_run_that_outgrew_its_task_is_not_held_back(model):
     """A task whose runs ended at 5K says little about one that is at 50K already; never that it must shrink."""
     subject, history = Subject(task=5), History()
     for _ in range(8):
-        model.learn(NO_LESSONS, subject.kin, subject.task, 5_000)
+        model.learn(NOTHING, 0, subject.kin, subject.task, 5_000)
     history.advance(1, 50_000)
     guess = model.explain(history, subject)
     assert guess.mean > 0
@@ -284,3 +286,16 @@ def test_stages_cover_all_calls():
     assert [stage(call) for call in FIRST_CALLS] == list(range(len(FIRST_CALLS)))
     assert stage(0) == 0
     assert stage(10**6) == len(FIRST_CALLS) - 1
+
+
+def test_sums_of_no_rows_make_no_line():
+    """Not positive definite: compiled code must not divide by what it finds there."""
+    line = fit_line(np.random.default_rng(1).normal(size=(50, 4)), np.arange(50.0), np.ones(50))
+    assert line.slopes[-1] == pytest.approx(np.arange(50.0).mean(), abs=3)
+    for place, number in ((0, -1.0), (1, math.nan)):
+        gram = line.gram.copy()
+        gram[place, place] = number
+        with pytest.raises(ArithmeticError, match="not those of any rows"):
+            Line(line.columns, line.middle, line.scale, gram, line.moment)
+    with pytest.raises(IndexError):
+        Calibration(np.tile([-1.28, -0.67, 0.0, 0.67, 1.28], (len(FIRST_CALLS), 1))).learn(len(FIRST_CALLS), 0.0)

@@ -7,13 +7,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from lessons import Lessons, teach
 from made_sessions import SMALL, made
 
 from sglang_basin.policy.prediction import PeaksSeen
 from sglang_basin.policy.sessions import Session
 from sglang_basin.predictor.evaluate import predict, score
 from sglang_basin.predictor.fitted import Frozen, Serving
-from sglang_basin.predictor.kept import Lessons
 from sglang_basin.predictor.model_file import default_model_path, load_model
 from sglang_basin.predictor.predictor import TrainedPredictor
 from sglang_basin.predictor.seen import SeenPredictor
@@ -166,6 +166,32 @@ def test_a_copied_model_learns_as_the_model_itself():
     assert not np.array_equal(model.line.slopes, before)
     assert np.array_equal(copied.line.lines, model.line.lines)
     assert np.array_equal(copied.trend.lines, model.trend.lines)
+
+
+def test_learning_is_what_it_is_defined_as():
+    """One session after the other: compiled, against the same model taught step by step."""
+    ours, noted = load_model(default_model_path()), []
+
+    class Noting(TrainedPredictor):
+        def learn(self, session):
+            noted.append((copy.deepcopy(self.model), lessons_of(self, session.session_id)))
+            super().learn(session)
+
+    served = Serving(Noting(ours))
+    for recorded in made(40, seed=3, factor=2.0):
+        served.quantiles(recorded, (1,))
+        before, lessons = noted.pop()
+        assert len(lessons.stages) > 3
+        teach(before, lessons, recorded.peak_tokens)
+        for one, other in zip(everything_learned(ours), everything_learned(before), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+def everything_learned(model):
+    lines = (array for line in (model.trend, model.line) for array in (line.gram, line.moment, line.slopes))
+    mixture, forest = model.mixture, model.forest
+    sums = (forest.settled_sums(), forest.of_leaves)
+    return [model.calibration.scores, *lines, *sums, mixture.products, mixture.shares]
 
 
 def test_a_foreign_deployment_becomes_a_known_one():

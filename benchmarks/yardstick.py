@@ -22,4 +22,4 @@ def _one() -> float:
 
 
 def told() -> str:
-    return f"A step of an empty Python loop takes {step_ns():.0f} ns on this machine."
+    return f"A step of the simplest Python loop, a sum, takes {step_ns():.0f} ns on this machine."

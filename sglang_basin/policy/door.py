@@ -418,7 +418,7 @@ class Door:
         A call without a session counts as a session of its own. No call waits for ever: the key of a waiting one is
         fixed, and sessions that arrive later than it go behind it.
         """
-        session = self._live.get(session_id) or self._known(session_id)
+        session = self._live.get(session_id) or self._waiting.get(session_id) or self._paused.get(session_id)
         if session is None:
             return call_arrived_s
         if not (session.live and self.settings.updates_order):
@@ -858,8 +858,8 @@ class Door:
                 self._touch(parent, now_s, generation + 1)
 
     def _advance(self, now_s: float) -> float:
-        """What every call goes through does this by itself, as it looks at `_live` before `_known`: a hundredth of a
-        simulated run's time (`benchmarks/sim_speed.py`)."""
+        """What every call goes through does this by itself, in place of a method call: a hundredth of a simulated run's
+        time (`benchmarks/sim_speed.py`)."""
         if now_s > self._now_s:
             self._now_s = now_s
         return self._now_s

@@ -95,6 +95,11 @@ class DecodeInstance:
         """A call wants its memory. It gets it now or when its turn comes."""
         call.stage = ASKING
         if not (self._asking or self._retracted):  # nobody goes before it
+            if not self._lend_cap_tokens:
+                # Room even when the plan is through: then there is no need to know how far it is.
+                promised_tokens = (self._planned_step - self.steps) * self.running_calls
+                if self._reserve(call, promised_tokens):
+                    return self._reserved(now_s, call)
             self._settle(now_s)
             if self._reserve(call):
                 events = self._reserved(now_s, call)
@@ -127,10 +132,10 @@ class DecodeInstance:
             events += self._replan()
         return events
 
-    def _reserve(self, call: SimCall) -> bool:
+    def _reserve(self, call: SimCall, promised_tokens: int = 0) -> bool:
         cache, page, lends = self.cache, self._page, self._lend_cap_tokens
         need = -(-call.prompt_tokens // page) * page + page
-        free = cache.free_tokens + cache.evictable_tokens
+        free = cache.free_tokens + cache.evictable_tokens - promised_tokens
         matched = 0
         if lends:
             chain = call.session.decode_chain

@@ -119,6 +119,10 @@ def alone(function: Any, *subject: Any) -> dict[str, Any]:
     return found
 
 
+def within(found: dict[str, Any]) -> bool:
+    return found["cpu_s"] <= 1.5 and found["times_real_time"] >= 5000 and found["peak_memory_mib"] < 300
+
+
 def main() -> None:
     options = parse(__doc__, (1,))
     machine = yardstick.told()
@@ -143,8 +147,8 @@ def main() -> None:
             article="at most 1.5 s on one core, 5,000 times real time, 300 MB (our own target)",
             ours=f"{found['cpu_s']:.2f} s CPU, {found['times_real_time']:,} times real time, "
             f"{found['peak_memory_mib']:.0f} MiB, {found['calls']:,} calls",
-            holds=holds(found["cpu_s"] <= 1.5 and found["peak_memory_mib"] < 300, found["cpu_s"] <= 2.5),
-            cause="" if found["cpu_s"] <= 1.5 else machine,
+            holds=holds(within(found), found["cpu_s"] <= 2.5),
+            cause="" if within(found) else f"{found['calls']:,} calls of {found['cpu_us_per_call']} us. {machine}",
         )
         for name, found in two_hours.items()
     ]

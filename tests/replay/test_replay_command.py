@@ -21,6 +21,8 @@ async def start(*flags, **more):
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "COLUMNS": "200"},
+        # What a shell starts in the background ignores SIGINT, and so does all that it starts in turn.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         **more,
     )
 

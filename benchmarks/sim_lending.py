@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from surge_demo import Demo
 
 from sglang_basin.replay.arrivals import Surge
+from sglang_basin.replay.goodput import Target
 from sglang_basin.simulator.profile import read_profile
 from sglang_basin.simulator.simulation import ClientSettings
 from sglang_basin.simulator.study import StudySettings, run_study
@@ -40,7 +41,7 @@ def served(demo: Demo, changes: dict[str, str], seed: int) -> float:
         process="fixed",
         seed=seed,
         client=ClientSettings(call_timeout_s=900.0),
-        target=demo.target,
+        target=Target(tpot_s=0.1),
     )
     return float(run_study(settings).result()["summary"]["completed_share"])
 

@@ -16,6 +16,7 @@ from sglang_basin.platforms.tiny_model import (
     ModelSpec,
     _bfloat16_bits,
     build,
+    fast_dtype,
     main,
     train_tokenizer,
 )
@@ -162,3 +163,17 @@ def test_chat_template_extends_from_call_to_call(loaded):
         assert render(count + 1).startswith(render(count))
     assert render(5).startswith(render(4, add_generation_prompt=True))
     assert json.dumps("make test") in render(3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("fpu sse2 avx2 avx512f avx512_vnni", "float32"),
+        ("fpu avx512f avx512_bf16 amx_tile", "bfloat16"),
+        ("fpu avx512f amx_bf16", "bfloat16"),
+    ],
+)
+def test_bfloat16_is_taken_where_the_cpu_has_it(tmp_path, flags, dtype):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n")
+    assert fast_dtype(tmp_path / "cpuinfo") == dtype
+    assert fast_dtype(tmp_path / "nothing") == "float32"

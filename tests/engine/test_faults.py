@@ -97,13 +97,13 @@ def test_decodes_leg_comes_behind_the_end(empty: Stack, seen: Seen) -> None:
     assert pools_are_whole(empty)
 
 
-@pytest.mark.fault("client leaves in prefill", "its socket is closed while three long prompts are computed")
+@pytest.mark.fault("client leaves in prefill", "its socket is closed while eight long prompts are computed")
 def test_client_leaves_in_prefill(empty: Stack, seen: Seen) -> None:
     with bystanders(empty.url, empty.prefill_url) as others, contextlib.ExitStack() as stack:
         live = new_session()  # a session that has entered: its calls do not wait at the door, whatever they weigh
         assert generate(empty, live, prompt(SMALL, 83)).ok
-        for key in range(3):
-            stack.enter_context(open_call(empty.url, body(live, prompt(LONG, 84 + key))))
+        for key in range(8):  # its pool holds two at a time: however fast it computes, some wait for seconds
+            stack.enter_context(open_call(empty.url, body(live, prompt(LONG, 184 + key))))
         empty.until(lambda: calls_inside(empty)[0] > len(others), "prefill computes")
         stack.close()
         took_s = until_gone(empty, len(others), live=len(others) + 1)

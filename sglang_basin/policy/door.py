@@ -418,7 +418,7 @@ class Door:
         A call without a session counts as a session of its own. No call waits for ever: the key of a waiting one is
         fixed, and sessions that arrive later than it go behind it.
         """
-        session = self._live.get(session_id) or self._waiting.get(session_id) or self._paused.get(session_id)
+        session = self._known(session_id)
         if session is None:
             return call_arrived_s
         if not (session.live and self.settings.updates_order):

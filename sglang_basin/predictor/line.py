@@ -34,7 +34,7 @@ class Line:
         self.middle[:], self.scale[:] = middle, scale
         self.gram = np.array(gram, dtype=np.float64, order="C")
         self.moment = np.array(moment, dtype=np.float64)
-        _must_be_solved(solve_line(self.gram, self.moment, self.lines))
+        must_be_solved(solve_line(self.gram, self.moment, self.lines))
 
     # Looked up each time: kept, they would be other arrays in a copy of the line, which then would not learn.
 
@@ -67,7 +67,7 @@ class Line:
         """One session's rows, each with `weight`; what was there before counts (1 - forget) as much from now on.
         Raises ArithmeticError once the sums are those of no rows."""
         rows, targets = np.ascontiguousarray(rows, np.float64), np.ascontiguousarray(targets, np.float64)
-        _must_be_solved(
+        must_be_solved(
             add_to_line(rows, targets, weight, 1.0 - forget, self.columns, self.lines, self.gram, self.moment)
         )
 
@@ -77,7 +77,8 @@ class Line:
         return Line(self.columns, self.middle, self.scale, self.gram * factor, self.moment * factor)
 
 
-def _must_be_solved(solved: bool) -> None:
+def must_be_solved(solved: bool) -> None:
+    """Raises ArithmeticError where compiled code says that a line's sums have no solution."""
     if not solved:
         raise ArithmeticError("a line's sums are not those of any rows")
 

@@ -22,7 +22,7 @@ from sglang_basin.predictor.calibration import Calibration
 from sglang_basin.predictor.features import NAMES
 from sglang_basin.predictor.forest import Forest
 from sglang_basin.predictor.kept import History, Records, Subject
-from sglang_basin.predictor.line import Line
+from sglang_basin.predictor.line import Line, must_be_solved
 from sglang_basin.predictor.mixture import Mixture
 from sglang_basin.predictor.online import STAGES, Averages, stage
 from sglang_basin.predictor.text import Task, TextScore
@@ -153,8 +153,7 @@ class PeakModel:
             forget = 1.0 / self.settings.horizon_sessions
             self.forest.forget(forget)
             weight, unit, step = row_weight(noted), self.forest.unit, self.calibration.step
-            if not learn(kept, at, log_peak, weight, 1.0 - forget, unit, step, *self._taught):
-                raise ArithmeticError("a line's sums are not those of any rows")
+            must_be_solved(learn(kept, at, log_peak, weight, 1.0 - forget, unit, step, *self._taught))
         self.tasks.learn(task, log_peak)
         self.kins.learn(kin, log_peak)
 
